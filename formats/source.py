@@ -1,0 +1,93 @@
+"""WeightSource: what every container looks like to the rest of the package.
+
+A source is an immutable mapping from tensor name to :class:`SourceTensor`. Opening one reads and checks the container's
+structure only; tensor bytes stay mapped and are touched when asked for. Names, shapes and byte ranges have been validated
+against the file by the time a source exists.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Description of a stored tensor.
+
+    ``encoding`` is a name registered in :mod:`oazoo.formats.encodings`: a dense type (``f32 f16 bf16 f64 i8 u8 i16 u16 i32
+    u32 i64 u64 bool c64 c128 f8_e4m3 f8_e5m2 …``), ``q4``/``q8`` (the ``.oam`` encodings), or ``gguf.q4_k`` and its like.
+    ``shape`` is outermost first (row-major), also for GGUF, whose files list dimensions innermost first.
+    ``nbytes`` is the exact number of stored bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: str
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class SourceTensor(ABC):
+    """One tensor of a source: its description and lazy access to its values."""
+
+    info: TensorInfo
+
+    @abstractmethod
+    def raw(self) -> npt.NDArray[np.uint8]:
+        """The stored bytes, as a read-only view of the mapped file ([nbytes], no copy)."""
+
+    @abstractmethod
+    def numpy(self) -> npt.NDArray[Any]:
+        """The values, of ``info.shape``.
+
+        A dense tensor comes in its own dtype (``ml_dtypes`` for bf16 and f8), without a copy where the file allows it; a
+        quantised one is decoded to float32.
+        """
+
+    @abstractmethod
+    def chunks(self, elements: int) -> Iterator[npt.NDArray[Any]]:
+        """The values flattened row-major, as consecutive 1-D arrays of at most about ``elements`` each.
+
+        Peak memory is that of one chunk. Chunk bounds fall on block bounds of the encoding.
+        """
+
+
+class WeightSource(ABC, Mapping[str, SourceTensor]):
+    """An immutable, mapped container of tensors.
+
+    ``format`` is ``"safetensors"``, ``"gguf"``, ``"oam"`` …; ``path`` is what the user named; ``files`` are all files that
+    belong to it; ``metadata`` is the container's own metadata (GGUF key/values, safetensors ``__metadata__``, the typed
+    config of an ``.oam``), already checked to be plain data.
+    """
+
+    format: str
+    path: Path
+    files: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap the files. Views handed out earlier stay valid; new ones cannot be had."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
