@@ -1,0 +1,58 @@
+# Everything a person or CI does with a checkout. `make setup` makes .venv and is part of every other target.
+
+PYTHON_IN_VENV := .venv/bin/python
+PYTEST := $(PYTHON_IN_VENV) -m pytest
+# Tests that reach the device: all but those of the repository itself and of the parts that know no device.
+DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository
+
+.PHONY: help setup demo test lint typecheck imports format shaders bench test-validation test-mesa22 clean
+
+help:
+	@echo 'make setup            .venv with oazoo and its tools, and a Vulkan driver when no device answers'
+	@echo 'make demo             fetch SmolLM2, convert it, pack it to 8 and 4 bits, let each answer a prompt'
+	@echo 'make test             the whole suite, with lint, types and layering'
+	@echo 'make test-validation  the device tests under the Khronos validation layer'
+	@echo 'make test-mesa22      the device tests on Debian 12'"'"'s own Mesa 22.3'
+	@echo 'make lint typecheck imports format    one check at a time; format also mends'
+	@echo 'make shaders          compile shaders/*.slang to shaders/spirv'
+	@echo 'make bench            the numbers of docs/performance.md'
+	@echo 'make clean            remove what these targets built, but not .venv'
+
+setup:
+	@sh tools/setup.sh
+
+demo: setup
+	@$(PYTHON_IN_VENV) tools/demo.py
+
+test: setup
+	@$(PYTEST)
+
+lint: setup
+	@$(PYTHON_IN_VENV) -m ruff check .
+	@$(PYTHON_IN_VENV) -m ruff format --check .
+
+format: setup
+	@$(PYTHON_IN_VENV) -m ruff check --fix .
+	@$(PYTHON_IN_VENV) -m ruff format .
+
+typecheck: setup
+	@$(PYTHON_IN_VENV) tools/check_tree.py types
+
+imports: setup
+	@$(PYTHON_IN_VENV) tools/check_tree.py imports
+
+shaders: setup
+	@$(PYTHON_IN_VENV) shaders/compile.py
+
+bench: setup
+	@$(PYTHON_IN_VENV) tools/bench.py
+
+test-validation: setup
+	@OAZOO_VALIDATION=1 $(PYTEST) $(DEVICE_TESTS)
+
+test-mesa22: setup
+	@sh tools/mesa22.sh
+	@VK_DRIVER_FILES="$(CURDIR)/build/mesa22/lvp_icd.json" $(PYTEST) $(DEVICE_TESTS)
+
+clean:
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
