@@ -42,3 +42,7 @@ class TokenizerError(OazooError):
 
 class GenerationError(OazooError):
     """A prompt or a generation setting cannot be used with this model."""
+
+
+class OutputError(OazooError):
+    """An output cannot be written: missing or read-only folder, full disk, a target that is not a file."""
