@@ -39,7 +39,7 @@ apt_update() {
 }
 
 apt_install() {  # apt_install [-t SUITE] PACKAGE...
-    DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install "$@" >/dev/null
+    DEBIAN_FRONTEND=noninteractive DEBCONF_NOWARNINGS=yes apt-get -qq -y --no-install-recommends install "$@" >/dev/null
 }
 
 os_field() {  # os_field ID → its value in os-release, without quotes
@@ -183,7 +183,11 @@ backports_file=/etc/apt/sources.list.d/oazoo-bookworm-backports.sources
 
 add_backports() {  # succeeds when bookworm-backports can be installed from
     if apt-cache policy 2>/dev/null | grep -q 'n=bookworm-backports'; then return 0; fi
-    "$venv/bin/python" tools/debian_backports.py bookworm >"$backports_file.new" || { rm -f "$backports_file.new"; return 1; }
+    mkdir -p "${backports_file%/*}"
+    if ! "$venv/bin/python" tools/debian_backports.py bookworm >"$backports_file.new"; then
+        rm -f "$backports_file.new"
+        return 1
+    fi
     mv "$backports_file.new" "$backports_file"
     say "adding the bookworm-backports suite ($backports_file)"
     if apt-get -qq update -o Dir::Etc::sourcelist="$backports_file" -o Dir::Etc::sourceparts=- \
