@@ -9,8 +9,8 @@ this::
     @click.command()
     @click.argument("file", type=click.Path(path_type=Path))
     @json_option                               # adds --json as parameter as_json: bool
-    @quiet_option                              # adds -q/--quiet, no parameter; 'oazoo -q COMMAND' works as
-    well def command(file: Path, as_json: bool) -> None | int:
+    @quiet_option                              # adds -q/--quiet, and no parameter
+    def command(file: Path, as_json: bool) -> None | int:
         '''Longer help.'''
         with progress_bar() as progress:       # a callable (label, done, total or None, unit="bytes")
             result = work(file, progress=progress)
