@@ -284,13 +284,17 @@ def run_probe() -> Probe:
         return from_json(json.loads(done.stdout))
     except (ValueError, TypeError, KeyError):
         words = done.stderr.strip().splitlines()
-        how = f"died of signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        how = (
+            f"died of signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        )
         return _failed(f"{how}: {words[-1]}" if words else how)
 
 
 def _failed(how: str) -> Probe:
     drivers = [read_driver(path, load=False) for path in manifest_paths(os.environ)]
-    return Probe("driver-failed", f"{PROBLEMS['driver-failed']} ({how})", drivers=drivers, nodes=render_nodes())
+    return Probe(
+        "driver-failed", f"{PROBLEMS['driver-failed']} ({how})", drivers=drivers, nodes=render_nodes()
+    )
 
 
 def from_json(data: dict[str, Any]) -> Probe:

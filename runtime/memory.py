@@ -1,0 +1,312 @@
+"""Device memory: blocks from the driver, ranges of them for tensors, arenas for captured programs, staging.
+
+Every block is one VkBuffer over one VkDeviceMemory with a device address; tensors are ranges of it. All commands of a device
+run in order on one queue and barriers follow address ranges, so a range can be handed out again as soon as its tensor is
+gone, even while commands that use it are still queued: later commands wait for them. Only the host must wait before it
+writes, which :class:`oazoo.runtime.tensor.Tensor` does.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, insort
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.errors import DeviceError, UsageError
+from oazoo.runtime.instance import DeviceInfo
+from oazoo.runtime.vk import OutOfDeviceMemoryError, check, load, struct
+
+#: Ranges start and end on this many bytes: no smaller than any vector load, any cache line and any copy alignment.
+ALIGNMENT = 256
+_BLOCK_BYTES = 32 << 20
+#: Allocations of at least this size get a block to themselves, returned to the driver when freed.
+_DEDICATED_BYTES = 8 << 20
+#: Drivers exist that report 4 GiB and return zeros past 2 GiB of one buffer; nothing here needs more in one piece.
+_SAFE_BUFFER_BYTES = 2 << 30
+
+_HOST_VISIBLE, _HOST_COHERENT, _HOST_CACHED, _DEVICE_LOCAL = 0x2, 0x4, 0x8, 0x1
+
+
+def size_from_environment(name: str) -> int | None:
+    """A byte count from an environment variable (plain digits), or None when unset."""
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) <= 0:
+        raise UsageError(f"{name} must be a positive number of bytes, not {text!r}")
+    return int(text)
+
+
+class FreeList:
+    """The free part of one stretch of memory, as sorted (offset, size) with neighbours merged."""
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.whole = (offset, size)
+        self.ranges = [self.whole]
+
+    def take(self, size: int) -> int | None:
+        """Cut ``size`` bytes from the tightest free range; returns the offset, or None when nothing fits."""
+        best = min((r for r in self.ranges if r[1] >= size), key=lambda r: r[1], default=None)
+        if best is None:
+            return None
+        self.ranges.remove(best)
+        if best[1] > size:
+            insort(self.ranges, (best[0] + size, best[1] - size))
+        return best[0]
+
+    def give(self, offset: int, size: int) -> None:
+        """Return a range, merged with its free neighbours."""
+        at = bisect_left(self.ranges, (offset, 0))
+        if at < len(self.ranges) and self.ranges[at][0] == offset + size:
+            size += self.ranges.pop(at)[1]
+        if at > 0 and sum(self.ranges[at - 1]) == offset:
+            at -= 1
+            previous = self.ranges.pop(at)
+            offset, size = previous[0], previous[1] + size
+        self.ranges.insert(at, (offset, size))
+
+    @property
+    def is_whole(self) -> bool:
+        """True when nothing is taken."""
+        return self.ranges == [self.whole]
+
+
+class Block:
+    """One driver allocation and the buffer over it. ``view`` is its bytes on the host, or None if not mapped."""
+
+    def __init__(self, allocator: Allocator, size: int, memory_type: int, mapped: bool) -> None:
+        vk = load()
+        ffi, device = vk.ffi, allocator.device
+        self.size = size
+        self._device = device
+        usage = 0x1 | 0x2 | 0x20 | 0x20000  # transfer source and destination, storage, device address
+        info = struct("VkBufferCreateInfo", vk.VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO, size=size, usage=usage)
+        buffer = ffi.new("VkBuffer *")
+        check(vk.lib.vkCreateBuffer(device, info, ffi.NULL, buffer), "vkCreateBuffer")
+        self.buffer = buffer[0]
+        needs = ffi.new("VkMemoryRequirements *")
+        vk.lib.vkGetBufferMemoryRequirements(device, self.buffer, needs)
+        flags = struct(
+            "VkMemoryAllocateFlagsInfo", vk.VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_FLAGS_INFO, flags=0x2
+        )
+        request = struct(
+            "VkMemoryAllocateInfo",
+            vk.VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO,
+            pNext=flags,
+            allocationSize=needs.size,
+            memoryTypeIndex=memory_type,
+        )
+        memory = ffi.new("VkDeviceMemory *")
+        result = vk.lib.vkAllocateMemory(device, request, ffi.NULL, memory)
+        if result < 0:
+            vk.lib.vkDestroyBuffer(device, self.buffer, ffi.NULL)
+            check(result, "vkAllocateMemory")
+        self.memory = memory[0]
+        check(vk.lib.vkBindBufferMemory(device, self.buffer, self.memory, 0), "vkBindBufferMemory")
+        address = struct(
+            "VkBufferDeviceAddressInfo", vk.VK_STRUCTURE_TYPE_BUFFER_DEVICE_ADDRESS_INFO, buffer=self.buffer
+        )
+        self.address = int(vk.lib.vkGetBufferDeviceAddress(device, address))
+        self.view: npt.NDArray[np.uint8] | None = None
+        if mapped:
+            pointer = ffi.new("void **")
+            check(vk.lib.vkMapMemory(device, self.memory, 0, size, 0, pointer), "vkMapMemory")
+            self.view = np.frombuffer(ffi.buffer(pointer[0], size), np.uint8)
+        self.free = FreeList(0, size)
+
+    def destroy(self) -> None:
+        vk = load()
+        self.view = None
+        vk.lib.vkDestroyBuffer(self._device, self.buffer, vk.ffi.NULL)
+        vk.lib.vkFreeMemory(self._device, self.memory, vk.ffi.NULL)
+
+
+class Range:
+    """A range of a block, freed when the last tensor over it goes."""
+
+    __slots__ = ("__weakref__", "address", "block", "offset", "owner", "size")
+
+    def __init__(self, owner: RangeOwner, block: Block, offset: int, size: int) -> None:
+        self.owner, self.block, self.offset, self.size = owner, block, offset, size
+        self.address = block.address + offset
+
+    @property
+    def host(self) -> npt.NDArray[np.uint8] | None:
+        """The bytes on the host, or None when this memory is not mapped."""
+        view = self.block.view
+        return None if view is None else view[self.offset : self.offset + self.size]
+
+    def __del__(self) -> None:
+        self.owner.release(self)
+
+
+class RangeOwner(Protocol):
+    """What hands out ranges: the device's allocator, or the arena of a capture."""
+
+    def allocate(self, nbytes: int) -> Range: ...
+
+    def release(self, freed: Range) -> None: ...
+
+
+class Allocator:
+    """Device memory of one device.
+
+    ``unified`` is true where tensors live in memory that the host can read and write at full speed (processors, integrated
+    GPUs): then nothing is staged. ``OAZOO_STAGING=1`` forces staging, ``OAZOO_MAX_BUFFER_BYTES`` and
+    ``OAZOO_MEMORY_LIMIT`` lower the limits; results must not depend on any of them.
+    """
+
+    def __init__(self, handle: Any, physical: Any, info: DeviceInfo) -> None:
+        vk = load()
+        self.device = handle
+        self.info = info
+        self.allocated_bytes = 0
+        properties = vk.ffi.new("VkPhysicalDeviceMemoryProperties *")
+        vk.lib.vkGetPhysicalDeviceMemoryProperties(physical, properties)
+        self._types = [
+            (properties.memoryTypes[i].propertyFlags, properties.memoryTypes[i].heapIndex)
+            for i in range(properties.memoryTypeCount)
+        ]
+        limit = min(info.max_allocation_bytes, info.max_buffer_bytes, _SAFE_BUFFER_BYTES)
+        self.max_buffer_bytes = min(limit, size_from_environment("OAZOO_MAX_BUFFER_BYTES") or limit)
+        self.max_buffer_bytes = max(ALIGNMENT, self.max_buffer_bytes // ALIGNMENT * ALIGNMENT)
+        self.memory_limit = size_from_environment("OAZOO_MEMORY_LIMIT")
+        forced = os.environ.get("OAZOO_STAGING", "") not in ("", "0")
+        host = _HOST_VISIBLE | _HOST_COHERENT
+        unified = self._find(_DEVICE_LOCAL | host | _HOST_CACHED)
+        if unified is None and info.kind in ("cpu", "integrated"):
+            unified = self._find(_DEVICE_LOCAL | host)
+        self.unified = unified is not None and not forced and info.kind != "discrete"
+        if self.unified:
+            self._device_type = unified
+        else:
+            self._device_type = self._find(_DEVICE_LOCAL)
+        if self._device_type is None:
+            raise DeviceError(f"{info.name} has no device-local memory type")
+        staging = self._find(host | _HOST_CACHED)
+        self._staging_type = staging if staging is not None else self._find(host)
+        self._blocks: list[Block] = []
+        self._graveyard: list[tuple[int, Block]] = []
+        self._staging: Block | None = None
+        #: The timeline value that the next submission will signal; set by the recorder.
+        self.next_value = 1
+
+    def _find(self, flags: int) -> int | None:
+        matches = [i for i, (have, _) in enumerate(self._types) if have & flags == flags]
+        # A type with nothing beyond what is asked for keeps scarce kinds (a small host-visible window) free.
+        return min(matches, key=lambda i: (bin(self._types[i][0]).count("1"), i), default=None)
+
+    def allocate(self, nbytes: int) -> Range:
+        """Reserve ``nbytes`` (rounded up to the alignment; at least one unit).
+
+        Raises:
+            OutOfDeviceMemoryError: too large for one buffer, over the limit, or the driver has no more.
+        """
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        if size > self.max_buffer_bytes:
+            raise OutOfDeviceMemoryError(
+                f"a tensor of {nbytes:,} bytes is larger than one buffer of {self.info.name} may be "
+                f"({self.max_buffer_bytes:,} bytes); split it by rows"
+            )
+        dedicated = size >= min(_DEDICATED_BYTES, self.max_buffer_bytes)
+        if not dedicated:
+            for block in self._blocks:
+                if block.size == _BLOCK_BYTES or block.size < _DEDICATED_BYTES:
+                    offset = block.free.take(size)
+                    if offset is not None:
+                        return Range(self, block, offset, size)
+        block = self._new_block(size if dedicated else min(_BLOCK_BYTES, self.max_buffer_bytes))
+        self._blocks.append(block)
+        offset = block.free.take(size)
+        assert offset is not None
+        return Range(self, block, offset, size)
+
+    def _new_block(self, size: int) -> Block:
+        if self.memory_limit is not None and self.allocated_bytes + size > self.memory_limit:
+            raise OutOfDeviceMemoryError(self._shortage(size, "OAZOO_MEMORY_LIMIT"))
+        assert self._device_type is not None
+        try:
+            block = Block(self, size, self._device_type, self.unified)
+        except OutOfDeviceMemoryError:
+            raise OutOfDeviceMemoryError(self._shortage(size, "the driver")) from None
+        self.allocated_bytes += size
+        return block
+
+    def _shortage(self, size: int, refused_by: str) -> str:
+        heap_index = self._types[self._device_type or 0][1]
+        heap = self.info.heaps[heap_index][0] if heap_index < len(self.info.heaps) else 0
+        return (
+            f"out of device memory on {self.info.name}: {refused_by} refused {size:,} bytes with {self.allocated_bytes:,} "
+            f"already in use (heap {heap_index} holds {heap:,}); use a smaller context, a smaller encoding (q8, q4) or "
+            "another device (OAZOO_DEVICE)"
+        )
+
+    def release(self, freed: Range) -> None:
+        """Take a range back; a dedicated block goes to the driver once the commands that may use it are done."""
+        block = freed.block
+        block.free.give(freed.offset, freed.size)
+        if block.free.is_whole and block.size != _BLOCK_BYTES and block in self._blocks:
+            self._blocks.remove(block)
+            self.allocated_bytes -= block.size
+            self._graveyard.append((self.next_value, block))
+
+    def collect(self, completed: int) -> None:
+        """Destroy dead blocks whose last possible use lies at or before the ``completed`` timeline value."""
+        for value, block in self._graveyard:
+            if value <= completed:
+                block.destroy()
+        self._graveyard = [entry for entry in self._graveyard if entry[0] > completed]
+
+    def staging(self) -> Block:
+        """The host-visible block that copies pass through on devices whose memory the host cannot see."""
+        if self._staging is None:
+            assert self._staging_type is not None
+            self._staging = Block(
+                self, min(_DEDICATED_BYTES, self.max_buffer_bytes), self._staging_type, True
+            )
+        return self._staging
+
+    def close(self) -> None:
+        """Give everything back to the driver; the device must be idle."""
+        for block in [
+            *self._blocks,
+            *(b for _, b in self._graveyard),
+            *([self._staging] if self._staging else []),
+        ]:
+            block.destroy()
+        self._blocks, self._graveyard, self._staging = [], [], None
+
+
+class Arena:
+    """Memory of one captured program: ranges freed during the capture are reused inside it, and by nothing else.
+
+    A replay writes its intermediates again, so their memory belongs to the program for as long as it, or a tensor that the
+    capture produced, is alive.
+    """
+
+    def __init__(self, parent: Allocator, chunk_bytes: int = 4 << 20) -> None:
+        self._parent = parent
+        self._chunk_bytes = min(chunk_bytes, parent.max_buffer_bytes)
+        self._chunks: list[tuple[Range, FreeList]] = []
+
+    def allocate(self, nbytes: int) -> Range:
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        for chunk, free in self._chunks:
+            offset = free.take(size)
+            if offset is not None:
+                return Range(self, chunk.block, offset, size)
+        chunk = self._parent.allocate(max(size, self._chunk_bytes))
+        free = FreeList(chunk.offset, chunk.size)
+        self._chunks.append((chunk, free))
+        offset = free.take(size)
+        assert offset is not None
+        return Range(self, chunk.block, offset, size)
+
+    def release(self, freed: Range) -> None:
+        for chunk, free in self._chunks:
+            if chunk.block is freed.block and chunk.offset <= freed.offset < chunk.offset + chunk.size:
+                free.give(freed.offset, freed.size)
+                return
