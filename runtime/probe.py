@@ -1,9 +1,9 @@
 """Look at this machine's Vulkan: loader, drivers, devices, and whether one really opens.
 
-``python -m oazoo.runtime.probe`` prints what it finds as JSON; ``--brief`` prints one line of tab-separated fields for
-scripts: ``usable``, name, kind and driver, or a code of :data:`PROBLEMS` and what is wrong. Exit status 0 when a device is
-usable, 1 otherwise. A driver is foreign code that may take its process down with it, so callers that must survive run this
-as a process of its own: :func:`run_probe`.
+``python -m oazoo.runtime.probe`` prints what it finds as JSON; ``--brief`` prints one line of tab-separated
+fields for scripts: ``usable``, name, kind and driver, or a code of :data:`PROBLEMS` and what is wrong. Exit
+status 0 when a device is usable, 1 otherwise. A driver is foreign code that may take its process down with
+it, so callers that must survive run this as a process of its own: :func:`run_probe`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class RenderNode:
 class Probe:
     """What was found. ``code`` is ``usable`` or a key of :data:`PROBLEMS`, ``detail`` puts it in words.
 
-    ``devices`` are the fields of :class:`oazoo.runtime.instance.DeviceInfo`; ``chosen`` is the index of the one that the
-    runtime would open, and ``reason`` says why that one.
+    ``devices`` are the fields of :class:`oazoo.runtime.instance.DeviceInfo`; ``chosen`` is the index of the
+    one that the runtime would open, and ``reason`` says why that one.
     """
 
     code: str
@@ -83,14 +83,15 @@ class Probe:
         return next((d for d in self.devices if d["index"] == self.chosen), None)
 
 
-# ------------------------------------------------------------------------------------------- what the system offers
+# ------------------------------------------------------------------------------------- what the system offers
 
 
 def manifest_paths(environ: Mapping[str, str]) -> list[Path]:
-    """The driver manifests that the Vulkan loader reads on Linux, in its order (see the loader's interface document).
+    """The driver manifests that the Vulkan loader reads on Linux, in its order (see the loader's interface
+    document).
 
-    ``VK_DRIVER_FILES``, or the older ``VK_ICD_FILENAMES``, replaces the search; each of its entries is a file or a folder.
-    ``VK_ADD_DRIVER_FILES`` adds to it.
+    ``VK_DRIVER_FILES``, or the older ``VK_ICD_FILENAMES``, replaces the search; each of its entries is a file
+    or a folder. ``VK_ADD_DRIVER_FILES`` adds to it.
     """
     listed = environ.get("VK_DRIVER_FILES") or environ.get("VK_ICD_FILENAMES")
     added = environ.get("VK_ADD_DRIVER_FILES", "")
@@ -160,11 +161,13 @@ def _loader_path(name: str) -> str:
     return name
 
 
-# ------------------------------------------------------------------------------------------------------- the probe
+# -------------------------------------------------------------------------------------------------- the probe
 
 
 def probe(environ: Mapping[str, str] | None = None) -> Probe:
-    """Look at Vulkan from inside this process, and open the chosen device once. Never raises for what it may find."""
+    """Look at Vulkan from inside this process, and open the chosen device once. Never raises for what it may
+    find.
+    """
     environ = os.environ if environ is None else environ
     from oazoo.runtime.instance import choose, get_instance
     from oazoo.runtime.vk import VulkanUnavailableError, load
@@ -270,11 +273,13 @@ def _open_once(index: int) -> None:
     vk.lib.vkDestroyDevice(device[0], ffi.NULL)
 
 
-# ------------------------------------------------------------------------------------------ as a process of its own
+# ------------------------------------------------------------------------------------ as a process of its own
 
 
 def run_probe() -> Probe:
-    """Run :func:`probe` in a child process, so that a driver that crashes or hangs is a finding and not our end."""
+    """Run :func:`probe` in a child process, so that a driver that crashes or hangs is a finding and not our
+    end.
+    """
     command = [sys.executable, "-m", "oazoo.runtime.probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE)

@@ -26,7 +26,7 @@ def test_free_list_never_overlaps_and_merges_back() -> None:
             size = rng.randrange(1, 3000)
             offset = free.take(size)
             if offset is not None:
-                assert 1000 <= offset and offset + size <= 1000 + (1 << 16)
+                assert offset >= 1000 and offset + size <= 1000 + (1 << 16)
                 assert all(offset + size <= o or o + s <= offset for o, s in taken.items())
                 taken[offset] = size
         assert sum(s for _, s in free.ranges) + sum(taken.values()) == 1 << 16
