@@ -1,0 +1,162 @@
+"""What a translator is, what it sees, and how translators are found.
+
+An architecture is one module of this package that defines ``TRANSLATORS``, a tuple of :class:`Translator`.
+The registry finds it there; nothing else has to be edited.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from oazoo.configs import ModelConfig
+from oazoo.errors import TranslationError, UsageError
+from oazoo.formats.source import WeightSource
+from oazoo.translators.rules import Ignored, Rule
+from oazoo.translators.settings import Settings, read_json
+
+MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened source together with the settings that describe its model.
+
+    ``naming`` is ``"gguf"`` or ``"hf"``: whose tensor names and setting keys are used. ``config`` holds the
+    GGUF metadata or the contents of ``config.json``. ``folder`` is where a Hugging Face checkpoint's other
+    files lie. ``declared`` are the architecture names that the checkpoint gives itself.
+    """
+
+    source: WeightSource
+    naming: str
+    config: Mapping[str, Any]
+    folder: Path | None
+    declared: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """The file that holds the settings, for messages."""
+        if self.naming == "hf" and self.folder is not None:
+            return str(self.folder / "config.json")
+        return str(self.source.path)
+
+    def settings(self) -> Settings:
+        """Typed access to ``config``."""
+        return Settings(self.config, self.where)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a translator says about one checkpoint: everything but the bytes."""
+
+    config: ModelConfig
+    rules: Sequence[Rule]
+    ignored: Sequence[Ignored] = ()
+    notes: Sequence[str] = ()
+    #: Pairs of source tensors that must hold the same bytes: (ignored copy, the one that is used).
+    equal: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A map of one architecture.
+
+    ``accepts`` lists what it reads, as ``"gguf:ARCHITECTURE"`` or ``"hf:ARCHITECTURE"``; ``translate``
+    derives the typed config and the rules from a checkpoint and refuses, by name, what it does not support.
+    """
+
+    name: str
+    title: str
+    accepts: tuple[str, ...]
+    translate: Callable[[Checkpoint], Translation] = field(repr=False)
+
+
+@cache
+def translators() -> dict[str, Translator]:
+    """All translators by name."""
+    import oazoo.translators as package
+
+    found: dict[str, Translator] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        entries = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "TRANSLATORS", ())
+        for entry in entries:
+            if entry.name in found:
+                raise TranslationError(f"two translators are named {entry.name!r}")
+            found[entry.name] = entry
+    return dict(sorted(found.items()))
+
+
+def supported() -> list[str]:
+    """What can be translated, as lines ``"llama: gguf:llama, hf:LlamaForCausalLM, …"``."""
+    return [f"{t.name}: {', '.join(t.accepts)}" for t in translators().values()]
+
+
+def choose(checkpoint: Checkpoint, arch: str = "auto") -> Translator:
+    """The translator for a checkpoint.
+
+    Args:
+        checkpoint: what to translate.
+        arch: ``"auto"`` to go by what the checkpoint declares, or a translator's name to insist on it.
+
+    Raises:
+        UsageError: ``arch`` is not the name of a translator.
+        TranslationError: no translator reads the declared architecture; the message lists what is
+        supported.
+    """
+    known = translators()
+    if arch != "auto":
+        if arch not in known:
+            raise UsageError(f"unknown architecture {arch[:64]!r}; known: auto, {', '.join(known)}")
+        chosen = known[arch]
+        if not any(a.startswith(f"{checkpoint.naming}:") for a in chosen.accepts):
+            raise TranslationError(f"the translator {arch!r} does not read {checkpoint.naming} checkpoints")
+        return chosen
+    declared = [f"{checkpoint.naming}:{name}" for name in checkpoint.declared]
+    for entry in known.values():
+        if any(name in entry.accepts for name in declared):
+            return entry
+    shown = ", ".join(repr(name[:64]) for name in checkpoint.declared) or "none"
+    raise TranslationError(
+        f"{checkpoint.where}: unsupported architecture {shown}.\n"
+        "Supported:\n  " + "\n  ".join(supported()) + "\n"
+        "A checkpoint of a compatible architecture can be read with an explicit --arch."
+    )
+
+
+def open_checkpoint(source: WeightSource) -> Checkpoint:
+    """Find the settings that belong to an opened source.
+
+    Raises:
+        TranslationError: no settings are found, or the container is not one that is translated.
+    """
+    if source.format == "gguf":
+        name = source.metadata.get("general.architecture")
+        if not isinstance(name, str) or not name:
+            raise TranslationError(f"{source.path}: the GGUF metadata has no general.architecture")
+        return Checkpoint(source, "gguf", source.metadata, None, (name,))
+    if source.format == "safetensors":
+        folder = source.path if source.path.is_dir() else source.path.parent
+        path = folder / "config.json"
+        if not path.is_file():
+            raise TranslationError(
+                f"{source.path}: no config.json beside the weights, so the architecture is unknown; "
+                "place the checkpoint's config.json in the same folder"
+            )
+        config = read_json(path, MAX_CONFIG_BYTES)
+        if not isinstance(config, Mapping):
+            raise TranslationError(f"{path}: expected an object, found {type(config).__name__}")
+        names = config.get("architectures") or ()
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            raise TranslationError(f"{path}: architectures must be a list of texts")
+        return Checkpoint(source, "hf", config, folder, tuple(names))
+    if source.format == "oam":
+        raise TranslationError(
+            f"{source.path} is an .oam already; to pack it: "
+            f"oazoo quantize {source.path.name} -o OUT.oam --to q8"
+        )
+    raise TranslationError(f"{source.path}: {source.format} checkpoints cannot be translated")
