@@ -42,7 +42,7 @@ imports: setup
 	@$(PYTHON_IN_VENV) tools/check_tree.py imports
 
 shaders: setup
-	@$(PYTHON_IN_VENV) shaders/compile.py
+	@$(PYTHON_IN_VENV) -m oazoo.shaders.compile
 
 bench: setup
 	@$(PYTHON_IN_VENV) tools/bench.py

@@ -2,9 +2,9 @@
 
     python tools/check_tree.py types|imports [more arguments for the tool]
 
-The top-level folders install as subpackages of ``oazoo`` (``package-dir`` in pyproject.toml), which neither mypy nor
-import-linter follows. So this lays ``build/tree/oazoo`` out as an installation has it, of links to the real files, and
-runs the tools there.
+The top-level folders install as subpackages of ``oazoo`` (``package-dir`` in pyproject.toml), which neither
+mypy nor import-linter follows. So this lays ``build/tree/oazoo`` out as an installation has it, of links to
+the real files, and runs the tools there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def package_folders(root: Path = ROOT) -> dict[str, Path]:
 
 
 def stage(tree: Path = TREE, root: Path = ROOT) -> Path:
-    """Lay out ``tree/oazoo`` as links to the sources; returns ``tree``. What is right already stays untouched."""
+    """Lay out ``tree/oazoo`` as links to the sources; returns ``tree``. What is right already stays
+    untouched.
+    """
     wanted = {
         tree.joinpath(*package.split("."), source.name): source
         for package, folder in package_folders(root).items()
@@ -62,7 +64,7 @@ def check_types(arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[st
 
 def check_imports(arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """import-linter's contracts of ``.importlinter`` over the package."""
-    script = "import sys; from importlinter.cli import lint_imports as run; sys.exit(run(sys.argv[1], no_cache=True))"
+    script = "import importlinter.cli as c, sys; sys.exit(c.lint_imports(sys.argv[1], no_cache=True))"
     return _run([sys.executable, "-c", script, str(ROOT / ".importlinter"), *arguments])
 
 

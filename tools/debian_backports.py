@@ -2,9 +2,10 @@
 
     python tools/debian_backports.py bookworm [--apt-folder /etc/apt] > …/backports.sources
 
-Reads both of apt's forms, one-line (``*.list``) and deb822 (``*.sources``), finds the entry that serves the release's
-``main``, and prints a deb822 entry with the same address, options and key for the suite ``RELEASE-backports``. Exits 1
-when no entry serves the release. The text of the fields is handed on as it is: apt judges it.
+Reads both of apt's forms, one-line (``*.list``) and deb822 (``*.sources``), finds the entry that serves the
+release's ``main``, and prints a deb822 entry with the same address, options and key for the suite
+``RELEASE-backports``. Exits 1 when no entry serves the release. The text of the fields is handed on as it is:
+apt judges it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ _KEPT = tuple(_OPTIONS.values())
 
 
 def entries(apt_folder: Path) -> Iterator[dict[str, str]]:
-    """Every enabled binary entry of the apt configuration, as deb822 fields (names in their usual capitals)."""
+    """Every enabled binary entry of the apt configuration, as deb822 fields."""
     parts = apt_folder / "sources.list.d"
-    for path in [apt_folder / "sources.list", *sorted(parts.glob("*.list")), *sorted(parts.glob("*.sources"))]:
+    for path in [
+        apt_folder / "sources.list",
+        *sorted(parts.glob("*.list")),
+        *sorted(parts.glob("*.sources")),
+    ]:
         try:
             text = path.read_text("utf-8", errors="replace")
         except OSError:
@@ -62,7 +67,9 @@ def _deb822(text: str) -> Iterator[dict[str, str]]:
                     fields[name] += "\n" + line
             elif ":" in line:
                 name, _, value = line.partition(":")
-                name = {"uris": "URIs", "signed-by": "Signed-By"}.get(name.strip().lower(), name.strip().title())
+                name = {"uris": "URIs", "signed-by": "Signed-By"}.get(
+                    name.strip().lower(), name.strip().title()
+                )
                 fields[name] = value.strip()
         if "deb" in fields.get("Types", "").split() and fields.get("Enabled", "yes").lower() != "no":
             yield fields
@@ -84,7 +91,9 @@ def backports_source(apt_folder: Path, release: str) -> str | None:
 
 def main() -> int:
     """Command line: print the entry, or say on stderr why there is none."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("release", help="code name of the Debian release, such as bookworm")
     parser.add_argument("--apt-folder", type=Path, default=Path("/etc/apt"))
     arguments = parser.parse_args()
