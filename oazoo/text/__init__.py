@@ -1,0 +1,9 @@
+"""Tokenizers and chat templates."""
+
+from __future__ import annotations
+
+from oazoo.text.base import BaseTokenizer
+from oazoo.text.streaming import StreamDecoder
+from oazoo.text.tokenizer import ByteTokenizer, Tokenizer
+
+__all__ = ["BaseTokenizer", "ByteTokenizer", "StreamDecoder", "Tokenizer"]
