@@ -127,20 +127,22 @@ class Instance:
     def _open_messenger(self) -> Any:
         vk, ffi = self._vk, self._vk.ffi
 
-        @ffi.callback(
-            "VkBool32(VkDebugUtilsMessageSeverityFlagBitsEXT, VkFlags, VkDebugUtilsMessengerCallbackDataEXT *, void *)"
-        )
         def report(severity: int, kind: int, data: Any, user: Any) -> int:
             _messages.append(ffi.string(data.pMessage).decode("utf-8", "replace"))
             return 0
 
-        self._report = report
+        # Kept for as long as the instance lives: the driver calls into it.
+        self._report = ffi.callback(
+            "VkBool32(VkDebugUtilsMessageSeverityFlagBitsEXT, VkFlags,"
+            " VkDebugUtilsMessengerCallbackDataEXT *, void *)",
+            report,
+        )
         info = struct(
             "VkDebugUtilsMessengerCreateInfoEXT",
             vk.VK_STRUCTURE_TYPE_DEBUG_UTILS_MESSENGER_CREATE_INFO_EXT,
             messageSeverity=0x1000 | 0x100,  # errors and warnings
             messageType=0x2 | 0x4,  # validation and performance
-            pfnUserCallback=report,
+            pfnUserCallback=self._report,
         )
         create = ffi.cast(
             "PFN_vkCreateDebugUtilsMessengerEXT",
