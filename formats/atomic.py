@@ -1,0 +1,164 @@
+"""Atomic output: a file appears under its name whole and on disk, or not at all.
+
+Bytes go to a temporary file in the target's folder, are flushed to disk, and the file is renamed. On any failure,
+Ctrl-C included, the temporary file is removed and what was under the name before is untouched. A killed process can
+leave a temporary file, ``.oazoo-….partial``, which nothing ever reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from oazoo.errors import OutputError, UsageError
+
+_REASONS = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than the file system or the process limit (ulimit -f) allows",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied: the folder is not writable for you",
+    errno.EPERM: "permission denied: the folder is not writable for you",
+    errno.ENAMETOOLONG: "the name is too long for the file system",
+    errno.ENOENT: "the folder does not exist; create it first",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+}
+
+
+def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
+    """Check in planning that ``path`` can be written; returns the file that will be written (symbolic links followed).
+
+    Raises:
+        UsageError: a file of this name exists and ``overwrite`` is not set.
+        OutputError: the folder is missing or not writable, or the target is a folder, a device or a pipe.
+    """
+    named = Path(path)
+    if "\0" in str(named):
+        raise OutputError(f"{str(named)!r}: a file name cannot hold a NUL character")
+    if not named.name:
+        raise OutputError(f"{named}: names a folder, not a file")
+    try:
+        target = Path(os.path.realpath(named))
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise output_error(named, error) from error
+    else:
+        if stat.S_ISDIR(mode):
+            raise OutputError(f"{named}: is a folder; name a file in it, such as {named / 'model.oam'}")
+        if not stat.S_ISREG(mode):
+            raise OutputError(f"{named}: is not a regular file, so it cannot be replaced by one")
+        if not overwrite:
+            raise UsageError(f"{named}: exists already; use --force (overwrite=True) to replace it")
+    folder = target.parent
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "no such folder; create it first"
+        raise OutputError(f"{named}: cannot be written: {folder}: {what}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{named}: cannot be written: {folder}: {_REASONS[errno.EACCES]}")
+    return target
+
+
+def output_error(path: Path | str, error: OSError) -> OutputError:
+    """The error to raise when writing ``path`` failed with ``error``."""
+    reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+    return OutputError(f"{path}: cannot be written: {reason}")
+
+
+class AtomicFile:
+    """A temporary file that takes the place of ``path`` at :meth:`commit`, or vanishes at :meth:`abort`.
+
+    Raises (on construction and commit) what :func:`check_output` does.
+    """
+
+    def __init__(self, path: Path | str, *, overwrite: bool = False) -> None:
+        self.path = Path(path)
+        self._overwrite = overwrite
+        self._target = check_output(path, overwrite=overwrite)
+        self._temporary = self._target.parent / f".oazoo-{secrets.token_hex(8)}.partial"
+        try:
+            self.file: BinaryIO = self._temporary.open("x+b")
+        except OSError as error:
+            raise output_error(path, error) from error
+
+    def commit(self) -> None:
+        """Flush everything to disk and give the file its name."""
+        try:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            if self._overwrite:
+                self._temporary.replace(self._target)
+            else:
+                self._publish_new()
+            _sync_folder(self._target.parent)
+        except OSError as error:
+            self.abort()
+            raise output_error(self.path, error) from error
+        except BaseException:
+            self.abort()
+            raise
+
+    def _publish_new(self) -> None:
+        # A hard link fails if somebody has created the name meanwhile; a rename would destroy their file.
+        try:
+            os.link(self._temporary, self._target)
+        except FileExistsError as error:
+            raise UsageError(f"{self.path}: was created by somebody else meanwhile; not replaced") from error
+        except OSError:
+            # File systems without hard links.
+            if self._target.exists():
+                raise UsageError(f"{self.path}: was created by somebody else meanwhile; not replaced") from None
+            self._temporary.replace(self._target)
+        else:
+            self._temporary.unlink()
+
+    def abort(self) -> None:
+        """Remove the temporary file. Does nothing after :meth:`commit`."""
+        try:
+            self.file.close()
+        except OSError:
+            pass  # buffered bytes that no longer fit the disk; they are thrown away anyway
+        self._temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_file(path: Path | str, *, overwrite: bool = False) -> Iterator[BinaryIO]:
+    """Write ``path`` atomically: leaving the block commits, an exception of any kind removes the temporary file.
+
+    Operating-system errors of the block that come from writing become :class:`OutputError`.
+    """
+    output = AtomicFile(path, overwrite=overwrite)
+    try:
+        yield output.file
+    except BaseException as error:
+        output.abort()
+        if isinstance(error, OSError) and error.errno in _REASONS:
+            raise output_error(path, error) from error
+        raise
+    output.commit()
+
+
+def write_atomically(path: Path | str, data: bytes, *, overwrite: bool = False) -> None:
+    """Write a small file in one go. Raises what :func:`check_output` does."""
+    with atomic_file(path, overwrite=overwrite) as file:
+        file.write(data)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass  # some network file systems cannot; the rename itself has happened
+    finally:
+        os.close(handle)

@@ -1,0 +1,138 @@
+"""GGUF: a strict reader of versions 2 and 3.
+
+The head is parsed by :mod:`oazoo.formats.gguf_metadata`; here the tensors are placed in the file and checked. Values are
+decoded by the ``gguf`` package, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+from oazoo.errors import FormatError
+from oazoo.formats import encodings
+from oazoo.formats.ggml_types import GGML_TYPES, UNKNOWN_PREFIX
+from oazoo.formats.gguf_metadata import MAGIC, GgufHead, GgufTensor, read_head
+from oazoo.formats.mapped import MappedFile, MappedTensor
+from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
+
+
+class GgufSource(WeightSource):
+    """One GGUF file. ``metadata`` is its key/values as plain Python values, in file order.
+
+    Shapes are outermost first. A tensor of a type that cannot be decoded is listed all the same (``gguf.q8_k``,
+    ``gguf.type_200``); asking for its values is an error that names the type. The size of a type that nobody has published
+    is not known: ``nbytes`` is then the space up to the next tensor.
+
+    Raises:
+        FormatError: the file breaks a rule of the format, is big-endian, of version 1, or one part of a split model.
+        UsageError: there is no such file.
+    """
+
+    format = "gguf"
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.files = (self.path,)
+        self._file = MappedFile(self.path)
+        try:
+            head = read_head(self._file)
+            _refuse_split(self.path, head)
+            self.version = head.version
+            self.alignment = head.alignment
+            self.metadata = MappingProxyType(head.metadata)
+            self._tensors = _place(self._file, head)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __getitem__(self, name: str) -> SourceTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _refuse_split(path: Path, head: GgufHead) -> None:
+    count = head.metadata.get("split.count", 1)
+    if count not in (0, 1):
+        number = head.metadata.get("split.no", 0)
+        part = number + 1 if isinstance(number, int) else number
+        raise FormatError(
+            f"{path}: is part {part} of a GGUF model split into {count} files, which is not supported; "
+            "join them with: llama-gguf-split --merge FIRST-PART OUT.gguf"
+        )
+
+
+def _place(file: MappedFile, head: GgufHead) -> dict[str, MappedTensor]:
+    """Give every tensor its byte range, and check that the ranges tile the data up to padding."""
+    path, alignment = file.path, head.alignment
+    start = -(-head.end // alignment) * alignment
+    available = file.size - start
+    if available < 0:
+        if head.tensors:
+            raise FormatError(f"{path}: cut short: ends at byte {file.size}, before its data, which starts at {start}")
+        start, available = head.end, file.size - head.end
+    by_offset = sorted(head.tensors, key=lambda tensor: tensor.offset)
+    infos: dict[str, TensorInfo] = {}
+    previous, position = "", 0
+    for index, tensor in enumerate(by_offset):
+        if tensor.offset % alignment:
+            raise FormatError(
+                f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset} of the data, which is not a multiple of "
+                f"the alignment {alignment}"
+            )
+        following = by_offset[index + 1].offset if index + 1 < len(by_offset) else available
+        info = infos[tensor.name] = _info(path, tensor, max(0, following - tensor.offset))
+        if tensor.offset + info.nbytes > available:
+            raise FormatError(
+                f"{path}: cut short or damaged: tensor {tensor.name!r} takes bytes {tensor.offset} to "
+                f"{tensor.offset + info.nbytes} of the data, which has {available}; fetch the file again"
+            )
+        if tensor.offset < position:
+            raise FormatError(
+                f"{path}: tensors {previous!r} and {tensor.name!r} overlap: one ends at byte {position} of the data, the "
+                f"other begins at {tensor.offset}"
+            )
+        if tensor.offset - position >= alignment:
+            raise FormatError(
+                f"{path}: hole of {tensor.offset - position} bytes before tensor {tensor.name!r} (byte {tensor.offset} of "
+                "the data)"
+            )
+        position, previous = tensor.offset + info.nbytes, tensor.name
+    _check_tail(file, start + position, alignment)
+    return {
+        tensor.name: MappedTensor(infos[tensor.name], file, start + tensor.offset) for tensor in head.tensors
+    }
+
+
+def _info(path: Path, tensor: GgufTensor, space: int) -> TensorInfo:
+    kind = GGML_TYPES.get(tensor.ggml_type)
+    try:
+        if kind is None:
+            encodings.numel(tensor.shape)
+            return TensorInfo(tensor.name, tensor.shape, f"{UNKNOWN_PREFIX}{tensor.ggml_type}", space)
+        encoding = encodings.get(kind.encoding)
+        return TensorInfo(tensor.name, tensor.shape, encoding.name, encoding.bytes_for(tensor.shape))
+    except FormatError as error:
+        raise FormatError(f"{path}: tensor {tensor.name!r}: {error}") from error
+
+
+def _check_tail(file: MappedFile, end: int, alignment: int) -> None:
+    """After the last tensor, only zeros up to the alignment may follow."""
+    extra = file.size - end
+    if extra == 0:
+        return
+    tail = file.read(end, min(extra, 4 * alignment, 1 << 16))
+    padding = -end % alignment
+    if extra > padding or any(tail):
+        joined = tail[padding : padding + 4] == MAGIC
+        hint = "several GGUF files joined end to end" if joined else "the file is damaged or was appended to"
+        raise FormatError(f"{file.path}: {extra} bytes after the last tensor (from byte {end}) belong to nothing: {hint}")

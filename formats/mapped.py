@@ -1,0 +1,141 @@
+"""Mapped files: tensors as views of the page cache.
+
+A file is mapped in windows, on demand, and a window is unmapped when the last view of it is gone. Address space in use is
+so about what is in use, not the size of the file, which matters under a limit on virtual memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.errors import FormatError, OazooError, UsageError
+from oazoo.formats import encodings
+from oazoo.formats.source import SourceTensor, TensorInfo
+
+_SMALLEST_WINDOW = 32 << 20
+_MOST_WINDOWS = 16
+
+
+class MappedFile:
+    """A file open for reading: positioned reads, and read-only mapped byte ranges.
+
+    Raises:
+        UsageError: there is no such file, or it is not a regular file.
+        OazooError: the system refuses to open it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open_regular(path)
+        self.size = os.fstat(self._file.fileno()).st_size
+        grain = mmap.ALLOCATIONGRANULARITY
+        self._window = -(-max(_SMALLEST_WINDOW, self.size // _MOST_WINDOWS) // grain) * grain
+        self._windows: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Exactly ``size`` bytes at ``offset``; FormatError if the file has fewer. Allocates no more than it reads."""
+        if offset + size > self.size:
+            raise FormatError(
+                f"{self.path}: cut short: {size} bytes at offset {offset} lie outside the file of {self.size} bytes"
+            )
+        self._check_open()
+        self._file.seek(offset)
+        data = self._file.read(size)
+        if len(data) != size:
+            raise FormatError(f"{self.path}: changed while it was read: the file is shorter than it was")
+        return data
+
+    def view(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        """A read-only view of ``[offset, offset + size)``, which lies inside the file."""
+        self._check_open()
+        if size == 0:
+            empty = np.empty(0, np.uint8)
+            empty.flags.writeable = False
+            return empty
+        index = offset // self._window
+        start, stop = index * self._window, min((index + 1) * self._window, self.size)
+        if offset + size <= stop:
+            window = self._windows.get(index)
+            if window is None:
+                window = self._windows[index] = self._map(start, stop - start)
+        else:
+            # Larger than a window, or across a bound: a mapping of its own.
+            start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            window = self._map(start, offset + size - start)
+        return np.frombuffer(window, np.uint8, size, offset - start)
+
+    def stream(self) -> BinaryIO:
+        """A second, independent handle for reading the same path from start to end."""
+        return open_regular(self.path)
+
+    def close(self) -> None:
+        """Give up the file. Views handed out stay valid."""
+        self._file.close()
+
+    def _check_open(self) -> None:
+        if self._file.closed:
+            raise OazooError(f"{self.path}: has been closed; open it again to read more tensors")
+
+    def _map(self, start: int, size: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ, offset=start)
+        except ValueError as error:
+            raise FormatError(f"{self.path}: changed while it was read: the file is shorter than it was") from error
+        except OSError as error:
+            raise OazooError(f"{self.path}: cannot map {size} bytes: {error.strerror}") from error
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; never blocks on a pipe or device. See :class:`MappedFile` for errors."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise UsageError(f"{path}: is a folder, not a file")
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path}: is not a regular file")
+        return path.open("rb")
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"{str(path)!r}: cannot be a file name: {error}") from error
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise UsageError(f"{path}: no such file") from error
+        raise OazooError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+class MappedTensor(SourceTensor):
+    """A tensor whose payload is one byte range of a mapped file."""
+
+    __slots__ = ("_file", "_offset", "info")
+
+    def __init__(self, info: TensorInfo, file: MappedFile, offset: int) -> None:
+        self.info = info
+        self._file = file
+        self._offset = offset
+
+    def raw(self) -> npt.NDArray[np.uint8]:
+        return self._file.view(self._offset, self.info.nbytes)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        try:
+            return encodings.get(self.info.encoding).numpy(self.raw(), self.info.shape)
+        except FormatError as error:
+            raise self._named(error) from error
+
+    def chunks(self, elements: int) -> Iterator[npt.NDArray[Any]]:
+        try:
+            yield from encodings.get(self.info.encoding).chunks(self.raw(), self.info.numel, elements)
+        except FormatError as error:
+            raise self._named(error) from error
+
+    def _named(self, error: FormatError) -> FormatError:
+        return FormatError(f"{self._file.path}: tensor {self.info.name!r}: {error}")

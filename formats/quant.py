@@ -1,0 +1,150 @@
+"""Q4 and Q8, the block encodings of ``.oam``: encoder, decoder, and lossless re-encoding from GGUF.
+
+The flattened tensor is cut into blocks of 32, the last one padded with zeros. A payload is the code plane of all blocks
+followed by the plane of their float32 scales. The encoder follows the ``.oam`` specification to the bit; the device
+kernels are checked against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.errors import UsageError
+
+#: Elements in a block, of both encodings.
+BLOCK = 32
+#: Code bytes of a block.
+CODE_BYTES = {"q4": 16, "q8": 32}
+_LARGEST = {"q4": 7, "q8": 127}
+_STEP_BLOCKS = 1 << 15
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+def encode(values: npt.NDArray[Any], encoding: str) -> tuple[Bytes, Floats]:
+    """Quantise ``values`` (any shape; float32, float16 or bfloat16) to ``"q4"`` or ``"q8"``.
+
+    Returns:
+        The code plane (uint8, 16 or 32 bytes a block) and the scale plane (float32, one a block).
+        A block's scale is max|x| / 7 (Q4) or / 127 (Q8) over its finite values, or 1 where that is not finite and
+        positive; a code is the float32 quotient rounded to nearest, ties to even; a value that is not finite gets 0.
+    """
+    if values.dtype.name not in ("float32", "float16", "bfloat16"):
+        raise UsageError(f"{encoding} is made from float32, float16 or bfloat16 values, not {values.dtype.name}")
+    flat = np.ravel(values)
+    blocks = -(-flat.size // BLOCK)
+    codes = np.empty((blocks, CODE_BYTES[encoding]), np.uint8)
+    scales = np.empty(blocks, np.float32)
+    for first in range(0, blocks, _STEP_BLOCKS):
+        last = min(first + _STEP_BLOCKS, blocks)
+        part = flat[first * BLOCK : last * BLOCK].astype(np.float32, copy=False)
+        if part.size < (last - first) * BLOCK:
+            part = np.concatenate([part, np.zeros((last - first) * BLOCK - part.size, np.float32)])
+        codes[first:last], scales[first:last] = _encode_blocks(part.reshape(-1, BLOCK), encoding)
+    return codes.reshape(-1), scales
+
+
+def _encode_blocks(blocks: Floats, encoding: str) -> tuple[Bytes, Floats]:
+    largest = np.float32(_LARGEST[encoding])
+    finite = np.isfinite(blocks)
+    known = np.where(finite, blocks, np.float32(0))
+    scale = np.abs(known).max(axis=1) / largest
+    scale[~(np.isfinite(scale) & (scale > 0))] = 1
+    # A subnormal scale can be so coarse that the quotient of the largest value exceeds the code range.
+    code = np.clip(np.rint(known / scale[:, None]), -largest, largest).astype(np.int8)
+    if encoding == "q8":
+        return code.view(np.uint8), scale
+    nibble = (code + np.int8(7)).view(np.uint8)
+    return nibble[:, 0::2] | (nibble[:, 1::2] << 4), scale
+
+
+def encode_stream(chunks: Iterable[npt.NDArray[Any]], encoding: str) -> Iterator[npt.NDArray[Any]]:
+    """Quantise a flattened tensor that comes in chunks of any size; yields the payload in file order.
+
+    Codes are yielded as they are made. The scale plane, an eighth of a byte an element, is kept to the end.
+    """
+    scales: list[Floats] = []
+    rest: npt.NDArray[Any] | None = None
+    for chunk in chunks:
+        flat = np.ravel(chunk)
+        if rest is not None:
+            flat = np.concatenate([rest, flat])
+        whole = flat.size // BLOCK * BLOCK
+        rest = flat[whole:].copy() if whole < flat.size else None
+        if whole:
+            codes, scale = encode(flat[:whole], encoding)
+            scales.append(scale)
+            yield codes
+    if rest is not None:
+        codes, scale = encode(rest, encoding)
+        scales.append(scale)
+        yield codes
+    yield from scales
+
+
+def decode(raw: Bytes, encoding: str, count: int, start: int = 0, stop: int | None = None) -> Floats:
+    """Values ``[start, stop)`` of a payload of ``count`` elements; ``start`` falls on a block bound.
+
+    Any scale and any code is legal here, also negative scales and code 15 of Q4, which our encoder does not produce.
+    """
+    stop = count if stop is None else stop
+    blocks = -(-count // BLOCK)
+    width = CODE_BYTES[encoding]
+    first, last = start // BLOCK, -(-stop // BLOCK)
+    codes = raw[first * width : last * width].reshape(-1, width)
+    scales = np.frombuffer(raw[blocks * width + first * 4 : blocks * width + last * 4], "<f4")
+    out = np.empty((last - first, BLOCK), np.float32)
+    if encoding == "q8":
+        out[:] = codes.view(np.int8)
+    else:
+        np.bitwise_and(codes, 15, out=out[:, 0::2], casting="unsafe")
+        np.right_shift(codes, 4, out=out[:, 1::2], casting="unsafe")
+        out -= 7
+    with np.errstate(all="ignore"):
+        out *= scales[:, None]
+    return out.reshape(-1)[: stop - start]
+
+
+def _from_q8_0(blocks: Bytes) -> tuple[Bytes, Floats]:
+    return blocks[:, 2:], _f16_scale(blocks)
+
+
+def _from_q4_0(blocks: Bytes) -> tuple[Bytes, Floats]:
+    # ggml keeps elements i and i + 16 in byte i; value = (n - 8) d. With scale -d and nibble 15 - n:
+    # (15 - n - 7)(-d) = (n - 8) d, exactly.
+    packed = blocks[:, 2:]
+    nibble = np.empty((blocks.shape[0], BLOCK), np.uint8)
+    np.subtract(15, packed & 15, out=nibble[:, :16])
+    np.subtract(15, packed >> 4, out=nibble[:, 16:])
+    return nibble[:, 0::2] | (nibble[:, 1::2] << 4), -_f16_scale(blocks)
+
+
+def _f16_scale(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks[:, :2]).view("<f2").ravel().astype(np.float32)
+
+
+#: GGUF encodings that become an ``.oam`` one without loss: target, bytes of a source block, and the conversion.
+_LOSSLESS: dict[str, tuple[str, int, Callable[[Bytes], tuple[Bytes, Floats]]]] = {
+    "gguf.q8_0": ("q8", 34, _from_q8_0),
+    "gguf.q4_0": ("q4", 18, _from_q4_0),
+}
+LOSSLESS_TARGETS: dict[str, str] = {source: target for source, (target, _, _) in _LOSSLESS.items()}
+
+
+def reencode_stream(raw: Bytes, source: str) -> Iterator[npt.NDArray[Any]]:
+    """Turn the payload of a ``gguf.q8_0`` or ``gguf.q4_0`` tensor into that of Q8 or Q4, every value kept exactly.
+
+    Yields the new payload in file order; memory is bounded (the raw payload is read twice).
+    """
+    _, size, convert = _LOSSLESS[source]
+    blocks = raw.reshape(-1, size)
+    for first in range(0, len(blocks), _STEP_BLOCKS):
+        yield np.ascontiguousarray(convert(blocks[first : first + _STEP_BLOCKS])[0]).reshape(-1)
+    sign = -1 if source == "gguf.q4_0" else 1
+    for first in range(0, len(blocks), _STEP_BLOCKS):
+        yield sign * _f16_scale(blocks[first : first + _STEP_BLOCKS])
