@@ -156,7 +156,7 @@ def parse_card(name: str, content: bytes) -> Card:
     if match is None:
         raise FormatError(f"{where}: no YAML front matter between '---' lines at the start")
     try:
-        front = yaml.load(match.group(1), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        front = yaml.load(match.group(1), Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the front matter is no valid YAML: {error}") from None
     top = _Fields(where, front)

@@ -91,9 +91,10 @@ class LocalRef:
 
 @dataclass(frozen=True, slots=True)
 class CardRef:
-    """The name of a model card of the zoo."""
+    """The name of a model card of the zoo; ``text`` is what was typed, for a file of that name here."""
 
     name: str
+    text: str
 
 
 Ref = HubRef | WheelRef | UrlRef | LocalRef | CardRef
@@ -102,8 +103,8 @@ Ref = HubRef | WheelRef | UrlRef | LocalRef | CardRef
 def parse_ref(text: str) -> Ref:
     """Parse what a user typed.
 
-    ``hf:``, ``pypi:`` and URLs are taken by their prefix. Anything else is a card's name if it looks like
-    one, unless it has a path separator, a leading dot or tilde, or names something that exists here.
+    ``hf:``, ``pypi:`` and URLs are taken by their prefix. Anything else is a card's name if it looks like one
+    and a path otherwise: with a separator, or a leading dot or tilde, it is always a path.
 
     Raises:
         UsageError: The text is malformed; the message says what the form is.
@@ -117,10 +118,9 @@ def parse_ref(text: str) -> Ref:
     if not text or "\0" in text:
         raise UsageError("no model: give a name of 'oazoo list', hf:org/name, pypi:name, a URL or a path")
     looks_like_path = os.sep in text or "/" in text or text.startswith((".", "~"))
-    path = Path(text).expanduser()
-    if looks_like_path or not _CARD_NAME.fullmatch(text.lower()) or path.exists():
-        return LocalRef(path)
-    return CardRef(text.lower())
+    if looks_like_path or not _CARD_NAME.fullmatch(text.lower()):
+        return LocalRef(Path(text).expanduser())
+    return CardRef(text.lower(), text)
 
 
 def _parse_hub(text: str) -> HubRef:
