@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oazoo.errors import DeviceError, UsageError
@@ -21,6 +22,15 @@ _messages: list[str] = []
 def validation_messages() -> list[str]:
     """Warnings and errors that the validation layer reported so far (``OAZOO_VALIDATION=1``)."""
     return list(_messages)
+
+
+def _record(message: str) -> None:
+    """Keep a message, also in the file ``OAZOO_VALIDATION_LOG``, where whoever started several processes finds it."""
+    _messages.append(message)
+    log = os.environ.get("OAZOO_VALIDATION_LOG")
+    if log:
+        with Path(log).open("a", encoding="utf-8") as file:
+            file.write(f"{message}\n")
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ class Instance:
         vk, ffi = self._vk, self._vk.ffi
 
         def report(severity: int, kind: int, data: Any, user: Any) -> int:
-            _messages.append(ffi.string(data.pMessage).decode("utf-8", "replace"))
+            _record(ffi.string(data.pMessage).decode("utf-8", "replace"))
             return 0
 
         # Kept for as long as the instance lives: the driver calls into it.

@@ -1,0 +1,66 @@
+"""What every test gets: a store and caches of the suite's own, and under the validation layer a failure for each fault.
+
+``OAZOO_VALIDATION=1`` (``make test-validation``) runs the suite under the Khronos validation layer: the test during which
+the layer speaks fails, and so does the run when a process that a test started made it speak.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+VALIDATING = os.environ.get("OAZOO_VALIDATION", "") not in ("", "0")
+
+# Neither the store of the person who runs the suite is touched, nor is a large file fetched again at every run.
+os.environ["OAZOO_HOME"] = str(ROOT / "build" / "test-home")
+# Choices of that person's shell that would change what tests see.
+for name in (
+    "OAZOO_OFFLINE",
+    "OAZOO_DEBUG",
+    "HF_ENDPOINT",
+    "HF_TOKEN",
+    "HF_HUB_OFFLINE",
+    "NO_COLOR",
+    "FORCE_COLOR",
+):
+    os.environ.pop(name, None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Under the layer, name a file in which all processes of this run leave its messages."""
+    if VALIDATING and "OAZOO_VALIDATION_LOG" not in os.environ:  # workers of pytest-xdist inherit it
+        handle, path = tempfile.mkstemp(prefix="oazoo-validation-", suffix=".log")
+        os.close(handle)
+        os.environ["OAZOO_VALIDATION_LOG"] = path
+        config.stash[_log] = Path(path)
+
+
+_log = pytest.StashKey[Path]()
+
+
+@pytest.fixture(autouse=VALIDATING)
+def validated() -> Iterator[None]:
+    """Fail the test during which the validation layer complained."""
+    from oazoo.runtime import validation_messages
+
+    before = len(validation_messages())
+    yield
+    said = validation_messages()[before:]
+    assert not said, "the Vulkan validation layer says:\n" + "\n".join(said)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail the run for messages of processes that tests started."""
+    path = session.config.stash.get(_log, None)
+    if path is None:
+        return
+    said = path.read_text("utf-8", errors="replace")
+    path.unlink()
+    if said:
+        print(f"\nThe Vulkan validation layer said, in this process or one that a test started:\n{said}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
