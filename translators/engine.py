@@ -1,0 +1,310 @@
+"""The engine: checks a translation whole before a byte moves, then streams one tensor after another.
+
+:func:`check` compares the rules with the checkpoint and with the parameters of the typed config: every
+parameter is produced exactly once with the right shape, every source tensor is used or is ignored for a
+declared reason. :func:`stream` yields the bytes of one target tensor. Whole rows are moved in their stored
+encoding, so that a quantised tensor is permuted undecoded; memory is one tensor's stored bytes at most,
+plus a constant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.errors import FormatError, TranslationError, UsageError
+from oazoo.formats import encodings, quant
+from oazoo.formats.source import SourceTensor, WeightSource
+from oazoo.translators.rules import Rule
+from oazoo.translators.translator import Checkpoint, Translation
+
+DTYPES = ("keep", "f32", "f16", "bf16")
+#: Values handled at a time while streaming.
+CHUNK = 1 << 20
+
+_FLOATS = ("f64", "f32", "f16", "bf16")
+#: 8-bit floats whose every finite value is a float16.
+_SMALL_FLOATS = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
+#: Casts that cannot change a value.
+_EXACT = {("f16", "f32"), ("bf16", "f32"), ("f32", "f64"), *((name, "f16") for name in _SMALL_FLOATS)}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """How one target tensor comes about.
+
+    ``action``: ``copy`` (bytes as they are, rows possibly moved), ``repack`` (Q8_0 and Q4_0 to Q8 and Q4,
+    every value kept) or ``convert`` (decoded and cast; rounding is measured).
+    """
+
+    rule: Rule
+    shape: tuple[int, ...]
+    encoding: str
+    nbytes: int
+    source_encodings: tuple[str, ...]
+    action: str
+
+    @property
+    def target(self) -> str:
+        """Name of the tensor in the ``.oam``."""
+        return self.rule.target
+
+    @property
+    def may_round(self) -> bool:
+        """Whether values can change."""
+        return self.action == "convert" and any(
+            (source, self.encoding) not in _EXACT for source in self.source_encodings
+        )
+
+    def working_bytes(self, source: WeightSource) -> int:
+        """Memory that streaming this tensor takes beyond the mapped source, in bytes (an upper estimate)."""
+        stored = sum(source[name].info.nbytes for name in self.rule.sources)
+        count = encodings.numel(self.shape)
+        moved = 0 if self.rule.transform.name == "Identity" else stored
+        if not self.rule.transform.on_rows and any(encodings.get(e).quantized for e in self.source_encodings):
+            moved = 4 * count
+        return moved + 24 * min(count, CHUNK)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What streaming a tensor found: how far values moved, and how many were NaN or infinite."""
+
+    max_error: float = 0.0
+    rounded: bool = False
+    nan: int = 0
+    infinite: int = 0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A translation that fits its checkpoint."""
+
+    tensors: tuple[TensorPlan, ...]
+    #: Source tensors left out: (name, reason).
+    ignored: tuple[tuple[str, str], ...] = field(default=())
+
+
+def check(checkpoint: Checkpoint, translation: Translation, dtype: str = "keep") -> Checked:
+    """Check a translation against the checkpoint and its typed config.
+
+    Raises:
+        UsageError: an unknown ``dtype``.
+        TranslationError: missing, unexpected or repeated tensors, wrong shapes, or encodings that cannot be
+        used;
+            the message names them.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype[:32]!r}; known: {', '.join(DTYPES)}")
+    source, expected = checkpoint.source, translation.config.parameters()
+    _check_targets(translation.rules, expected)
+    missing = [
+        f"{name} (for {rule.target})"
+        for rule in translation.rules
+        for name in rule.sources
+        if name not in source
+    ]
+    if missing:
+        raise TranslationError(f"{source.path}: the checkpoint lacks {_listed(missing, 'tensor')}")
+    ignored = _unused(source, translation)
+    faults, plans = [], []
+    for rule in translation.rules:
+        infos = [source[name].info for name in rule.sources]
+        try:
+            shape = rule.transform.shape([info.shape for info in infos])
+        except TranslationError as error:
+            faults.append(f"{', '.join(rule.sources)}: {error}")
+            continue
+        if shape != expected[rule.target]:
+            shapes = ", ".join(f"{info.name} {list(info.shape)}" for info in infos)
+            faults.append(
+                f"{shapes} gives {rule.target} {list(shape)}, the config {list(expected[rule.target])}"
+            )
+            continue
+        plans.append(_plan_tensor(source, rule, shape, dtype))
+    if faults:
+        raise TranslationError(
+            f"{source.path}: the tensors do not fit {checkpoint.where}: {_listed(faults, 'shape')}"
+        )
+    return Checked(tuple(plans), tuple(ignored))
+
+
+def _listed(items: Sequence[str], what: str) -> str:
+    shown = "; ".join(items[:8])
+    more = f"; and {len(items) - 8} more" if len(items) > 8 else ""
+    return f"{len(items)} {what}{'s' if len(items) != 1 else ''}: {shown}{more}"
+
+
+def _check_targets(rules: Sequence[Rule], expected: dict[str, tuple[int, ...]]) -> None:
+    produced: set[str] = set()
+    for rule in rules:
+        if rule.target in produced:
+            raise TranslationError(f"two rules produce {rule.target}")
+        if rule.target not in expected:
+            raise TranslationError(f"{rule}: the model has no such parameter")
+        produced.add(rule.target)
+    absent = [name for name in expected if name not in produced]
+    if absent:
+        raise TranslationError(f"no rule produces {_listed(absent, 'parameter')}")
+
+
+def _unused(source: WeightSource, translation: Translation) -> list[tuple[str, str]]:
+    """Sources that no rule reads, each with the reason to leave it out; an error for those without one."""
+    used = {name for rule in translation.rules for name in rule.sources}
+    patterns = [(re.compile(entry.pattern), entry.reason) for entry in translation.ignored]
+    ignored, unknown = [], []
+    for name in source:
+        if name in used:
+            continue
+        reason = next((reason for pattern, reason in patterns if pattern.fullmatch(name)), None)
+        if reason is None:
+            unknown.append(repr(name[:128]))
+        else:
+            ignored.append((name, reason))
+    if unknown:
+        raise TranslationError(
+            f"{source.path}: the architecture has no use for {_listed(unknown, 'tensor')}. "
+            "Nothing is dropped silently: is the architecture right?"
+        )
+    return ignored
+
+
+def _plan_tensor(source: WeightSource, rule: Rule, shape: tuple[int, ...], dtype: str) -> TensorPlan:
+    kinds = tuple(source[name].info.encoding for name in rule.sources)
+    for name, kind in zip(rule.sources, kinds, strict=True):
+        _check_usable(source, name, kind)
+    encoding, action = _choose(kinds, rule, len(shape), dtype)
+    return TensorPlan(rule, shape, encoding, encodings.get(encoding).bytes_for(shape), kinds, action)
+
+
+def _check_usable(source: WeightSource, name: str, kind: str) -> None:
+    encoding = encodings.get(kind)
+    if kind in _FLOATS or kind in _SMALL_FLOATS or (encoding.kind == "gguf" and encoding.decodable):
+        return
+    at = f"{source.path}: tensor {name[:128]!r}"
+    if encoding.kind in ("gguf", "unknown"):
+        raise TranslationError(f"{at}: {encodings.undecodable(kind)}")
+    known = ", ".join((*_FLOATS, *_SMALL_FLOATS))
+    raise TranslationError(
+        f"{at} is stored as {kind}, which is not a weight by itself. Supported: {known}, and the block types of GGUF"
+    )
+
+
+def _choose(kinds: tuple[str, ...], rule: Rule, rank: int, dtype: str) -> tuple[str, str]:
+    """Encoding of the target, and how it is made."""
+    movable = rule.transform.on_rows and (rank > 1 or rule.transform.name == "Identity")
+    same = len(set(kinds)) == 1
+    if dtype == "keep":
+        if same and movable and kinds[0] in quant.LOSSLESS_TARGETS:
+            return quant.LOSSLESS_TARGETS[kinds[0]], "repack"
+        dense = {kind if kind in _FLOATS else "f16" for kind in kinds}
+        wanted = dense.pop() if len(dense) == 1 else "f32"
+    else:
+        wanted = dtype
+    return wanted, "copy" if same and kinds[0] == wanted else "convert"
+
+
+def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterator[npt.NDArray[Any]]:
+    """The stored bytes of a target tensor, in order, as contiguous arrays.
+
+    Fills ``measured``.
+
+    Raises:
+        TranslationError: a finite value does not fit the target's range.
+    """
+    tensors = [source[name] for name in plan.rule.sources]
+    if plan.action == "repack":
+        raw = _moved_bytes(plan, tensors)
+        for piece in quant.reencode_stream(raw, plan.source_encodings[0]):
+            if piece.dtype.kind == "f":
+                _count_nonfinite(piece, measured)
+            yield piece
+        return
+    for values in _values(plan, tensors):
+        if plan.action == "copy":
+            _count_nonfinite(values, measured)
+            yield values
+        else:
+            yield _cast(values, plan, measured)
+
+
+def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.NDArray[Any]]:
+    """The target's values, flattened, in pieces, in the source's own type."""
+    same = len(set(plan.source_encodings)) == 1
+    quantized = any(encodings.get(kind).quantized for kind in plan.source_encodings)
+    if same and plan.rule.transform.on_rows and (len(plan.shape) > 1 or not quantized):
+        raw = _moved_bytes(plan, tensors)
+        encoding = encodings.get(plan.source_encodings[0])
+        yield from encoding.chunks(raw, encodings.numel(plan.shape), CHUNK)
+        return
+    if len(tensors) == 1 and plan.rule.transform.name == "Identity":
+        yield from tensors[0].chunks(CHUNK)
+        return
+    arrays = [tensor.numpy() for tensor in tensors]
+    if not same:
+        arrays = [array.astype(np.float32) for array in arrays]
+    whole = plan.rule.transform.apply(arrays)
+    rows = max(1, CHUNK * plan.shape[0] // max(1, encodings.numel(plan.shape)))
+    for start in range(0, plan.shape[0], rows):
+        yield np.ascontiguousarray(whole[start : start + rows]).reshape(-1)
+
+
+def _moved_bytes(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> npt.NDArray[np.uint8]:
+    """Stored bytes of the target in the source's encoding: the transform applied to rows of bytes."""
+    rows = [t.raw().reshape(t.info.shape[0] if t.info.shape else 1, -1) for t in tensors]
+    moved = plan.rule.transform.apply(rows)
+    return np.ascontiguousarray(moved).reshape(-1)
+
+
+def _cast(values: npt.NDArray[Any], plan: TensorPlan, measured: Measured) -> npt.NDArray[Any]:
+    target = encodings.get(plan.encoding).dtype
+    with np.errstate(all="ignore"):
+        result = values.astype(target)
+        if not plan.may_round:
+            _count_nonfinite(values, measured)
+            return result
+        # Differences of a float and its rounded neighbour are exact in the wider type.
+        wide = np.float64 if values.dtype == np.float64 else np.float32
+        exact = values.astype(wide, copy=False)
+        error = np.abs(exact - result.astype(wide))
+        largest = float(error.max(initial=0.0))
+        if not np.isfinite(largest):
+            finite = np.isfinite(exact)
+            lost = finite & ~np.isfinite(result.astype(wide))
+            if lost.any():
+                value = float(exact[lost][0])
+                raise TranslationError(
+                    f"{', '.join(plan.rule.sources)}: the value {value:.6g} does not fit {plan.encoding}; "
+                    "convert with a dtype of wider range, such as --dtype f32 or bf16"
+                )
+            _count_nonfinite(exact, measured)
+            largest = float(error[finite].max(initial=0.0))
+    measured.max_error = max(measured.max_error, largest)
+    measured.rounded = measured.rounded or largest > 0
+    return result
+
+
+def _count_nonfinite(values: npt.NDArray[Any], measured: Measured) -> None:
+    finite = np.isfinite(values)
+    if finite.all():
+        return
+    nan = int(np.isnan(values).sum())
+    measured.nan += nan
+    measured.infinite += int(finite.size - finite.sum()) - nan
+
+
+def same_bytes(source: WeightSource, first: str, second: str) -> bool:
+    """Whether two source tensors are equal in shape, encoding and every byte."""
+    a, b = source[first], source[second]
+    if (a.info.shape, a.info.encoding) != (b.info.shape, b.info.encoding):
+        return False
+    left, right = a.raw(), b.raw()
+    if left.size != right.size:
+        raise FormatError(f"{source.path}: {first} and {second} differ in size")
+    step = CHUNK * 4
+    return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, left.size, step))
