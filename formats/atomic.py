@@ -115,7 +115,9 @@ class AtomicFile:
         except OSError:
             # File systems without hard links.
             if self._target.exists():
-                raise UsageError(f"{self.path}: was created by somebody else meanwhile; not replaced") from None
+                raise UsageError(
+                    f"{self.path}: was created by somebody else meanwhile; not replaced"
+                ) from None
             self._temporary.replace(self._target)
         else:
             self._temporary.unlink()

@@ -138,7 +138,9 @@ _DENSE: dict[str, Any] = {
 
 
 def _registry() -> dict[str, Encoding]:
-    known = {name: Encoding(name, "dense", 1, np.dtype(t).itemsize, np.dtype(t)) for name, t in _DENSE.items()}
+    known = {
+        name: Encoding(name, "dense", 1, np.dtype(t).itemsize, np.dtype(t)) for name, t in _DENSE.items()
+    }
     known["f4_e2m1"] = Encoding("f4_e2m1", "packed", 2, 1, np.dtype(ml_dtypes.float4_e2m1fn))
     for name, kind in (("f6_e2m3", ml_dtypes.float6_e2m3fn), ("f6_e3m2", ml_dtypes.float6_e3m2fn)):
         known[name] = Encoding(name, "packed", 4, 3, np.dtype(kind), decodable=False)

@@ -78,7 +78,9 @@ def _place(file: MappedFile, head: GgufHead) -> dict[str, MappedTensor]:
     available = file.size - start
     if available < 0:
         if head.tensors:
-            raise FormatError(f"{path}: cut short: ends at byte {file.size}, before its data, which starts at {start}")
+            raise FormatError(
+                f"{path}: cut short: ends at byte {file.size}, before its data, which starts at {start}"
+            )
         start, available = head.end, file.size - head.end
     by_offset = sorted(head.tensors, key=lambda tensor: tensor.offset)
     infos: dict[str, TensorInfo] = {}
@@ -135,4 +137,6 @@ def _check_tail(file: MappedFile, end: int, alignment: int) -> None:
     if extra > padding or any(tail):
         joined = tail[padding : padding + 4] == MAGIC
         hint = "several GGUF files joined end to end" if joined else "the file is damaged or was appended to"
-        raise FormatError(f"{file.path}: {extra} bytes after the last tensor (from byte {end}) belong to nothing: {hint}")
+        raise FormatError(
+            f"{file.path}: {extra} bytes after the last tensor (from byte {end}) belong to nothing: {hint}"
+        )

@@ -138,10 +138,14 @@ def _version(reader: _Reader) -> int:
     if version in (2, 3):
         return version
     if version == 1:
-        raise FormatError(f"{path}: GGUF version 1 (of 2023) is not supported; convert it with a llama.cpp of 2023")
+        raise FormatError(
+            f"{path}: GGUF version 1 (of 2023) is not supported; convert it with a llama.cpp of 2023"
+        )
     swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
     if 0 < swapped < 1 << 16:
-        raise FormatError(f"{path}: big-endian GGUF (version {swapped}) is not supported; get the little-endian file")
+        raise FormatError(
+            f"{path}: big-endian GGUF (version {swapped}) is not supported; get the little-endian file"
+        )
     raise FormatError(f"{path}: unknown GGUF version {version}; versions 2 and 3 are supported")
 
 
@@ -203,7 +207,9 @@ def _array(reader: _Reader, what: str, budget: list[int], depth: int) -> list[An
     values = np.frombuffer(reader.buffer, scalar[1], count, at)
     if kind == _BOOL:
         if count and int(values.max()) > 1:
-            raise FormatError(f"{path}: {what} is an array of booleans, but has a byte of {int(values.max())}")
+            raise FormatError(
+                f"{path}: {what} is an array of booleans, but has a byte of {int(values.max())}"
+            )
         values = values.astype(np.bool_)
     return list(values.tolist())
 
@@ -239,7 +245,9 @@ def _tensors(reader: _Reader, count: int) -> list[GgufTensor]:
     for index in range(count):
         name = reader.string(f"the name of tensor {index}")
         if not name or "\0" in name:
-            raise FormatError(f"{path}: tensor {index} of {count} has the name {name!r}: empty, or with a NUL")
+            raise FormatError(
+                f"{path}: tensor {index} of {count} has the name {name!r}: empty, or with a NUL"
+            )
         if name in seen:
             raise FormatError(f"{path}: tensor {name!r} comes twice")
         seen.add(name)

@@ -74,10 +74,6 @@ class MappedFile:
             window = self._map(start, offset + size - start)
         return np.frombuffer(window, np.uint8, size, offset - start)
 
-    def stream(self) -> BinaryIO:
-        """A second, independent handle for reading the same path from start to end."""
-        return open_regular(self.path)
-
     def close(self) -> None:
         """Give up the file. Views handed out stay valid."""
         self._file.close()
@@ -90,7 +86,9 @@ class MappedFile:
         try:
             return mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ, offset=start)
         except ValueError as error:
-            raise FormatError(f"{self.path}: changed while it was read: the file is shorter than it was") from error
+            raise FormatError(
+                f"{self.path}: changed while it was read: the file is shorter than it was"
+            ) from error
         except OSError as error:
             raise OazooError(f"{self.path}: cannot map {size} bytes: {error.strerror}") from error
 
@@ -136,6 +134,12 @@ class MappedTensor(SourceTensor):
             yield from encodings.get(self.info.encoding).chunks(self.raw(), self.info.numel, elements)
         except FormatError as error:
             raise self._named(error) from error
+
+    def with_type(self, encoding: str, shape: tuple[int, ...]) -> MappedTensor:
+        """The same bytes under another encoding and shape, whose size the caller has checked."""
+        return MappedTensor(
+            TensorInfo(self.info.name, shape, encoding, self.info.nbytes), self._file, self._offset
+        )
 
     def _named(self, error: FormatError) -> FormatError:
         return FormatError(f"{self._file.path}: tensor {self.info.name!r}: {error}")

@@ -35,7 +35,9 @@ def encode(values: npt.NDArray[Any], encoding: str) -> tuple[Bytes, Floats]:
         positive; a code is the float32 quotient rounded to nearest, ties to even; a value that is not finite gets 0.
     """
     if values.dtype.name not in ("float32", "float16", "bfloat16"):
-        raise UsageError(f"{encoding} is made from float32, float16 or bfloat16 values, not {values.dtype.name}")
+        raise UsageError(
+            f"{encoding} is made from float32, float16 or bfloat16 values, not {values.dtype.name}"
+        )
     flat = np.ravel(values)
     blocks = -(-flat.size // BLOCK)
     codes = np.empty((blocks, CODE_BYTES[encoding]), np.uint8)

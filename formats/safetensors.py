@@ -87,7 +87,9 @@ class SafetensorsSource(WeightSource):
 def _read(file: MappedFile) -> tuple[MappingProxyType[str, Any], dict[str, MappedTensor]]:
     path = file.path
     if file.size < 8:
-        raise FormatError(f"{path}: cut short: {file.size} bytes, a SafeTensors file has at least 8; fetch it again")
+        raise FormatError(
+            f"{path}: cut short: {file.size} bytes, a SafeTensors file has at least 8; fetch it again"
+        )
     (length,) = struct.unpack("<Q", file.read(0, 8))
     if length > MAX_HEADER:
         raise FormatError(f"{path}: header length {length} is over the format's limit of {MAX_HEADER} bytes")
@@ -112,7 +114,9 @@ def _read(file: MappedFile) -> tuple[MappingProxyType[str, Any], dict[str, Mappe
         try:
             ranges.append(_entry(name, cursor.small_object(f"tensor {name!r}")))
         except FormatError as error:
-            raise FormatError(f"{path}: {error}" if not str(error).startswith(str(path)) else str(error)) from error
+            raise FormatError(
+                f"{path}: {error}" if not str(error).startswith(str(path)) else str(error)
+            ) from error
     cursor.finish(" ")
     _check_cover(path, ranges, data_size)
     return MappingProxyType(metadata), {
@@ -153,7 +157,9 @@ def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorInfo]:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= encodings.MAX_SIZE for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size <= encodings.MAX_SIZE for size in value
+    )
 
 
 def _check_cover(path: Path, ranges: list[tuple[int, int, TensorInfo]], data_size: int) -> None:

@@ -96,7 +96,9 @@ def _describe(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise FormatError(f"{name!r} cannot be a tensor name in SafeTensors: it is not valid Unicode") from error
+        raise FormatError(
+            f"{name!r} cannot be a tensor name in SafeTensors: it is not valid Unicode"
+        ) from error
     if isinstance(tensor, SourceTensor):
         encoding, shape = tensor.info.encoding, tensor.info.shape
         if encodings.get(encoding).quantized:

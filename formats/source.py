@@ -72,13 +72,15 @@ class WeightSource(ABC, Mapping[str, SourceTensor]):
 
     ``format`` is ``"safetensors"``, ``"gguf"``, ``"oam"`` …; ``path`` is what the user named; ``files`` are all files that
     belong to it; ``metadata`` is the container's own metadata (GGUF key/values, safetensors ``__metadata__``, the typed
-    config of an ``.oam``), already checked to be plain data.
+    config of an ``.oam``), already checked to be plain data. ``notes`` are findings that a user should see but that
+    are no errors, such as files beside a model that were not read.
     """
 
     format: str
     path: Path
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def close(self) -> None:

@@ -151,4 +151,6 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+    return {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
+        type(value), "a number"
+    )

@@ -1,0 +1,193 @@
+"""Hugging Face folders and sharded SafeTensors: which files make up the model, and nothing else.
+
+With an index, exactly the files that it names are read; without one there must be a single weights file. What lies beside
+them is reported in ``notes``, never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any
+
+from oazoo.errors import FormatError, UsageError
+from oazoo.formats.mapped import MappedFile
+from oazoo.formats.safetensors import MAX_HEADER, SafetensorsSource
+from oazoo.formats.source import SourceTensor, WeightSource
+from oazoo.formats.strict_json import Cursor, decode_utf8
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_SHOWN = 8
+
+
+class ShardedSource(WeightSource):
+    """A SafeTensors model in several files, as an index names them. ``path`` is the index.
+
+    ``notes`` lists files beside the model that were not read, and a stated total size that is not the sum.
+
+    Raises:
+        FormatError: index and files disagree in any way; the message names files and tensors.
+        UsageError: there is no such index.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        folder = self.path.parent
+        total, weight_map = _read_index(self.path)
+        names = sorted(set(weight_map.values()))
+        stray = _stray(folder, {self.path.name, *names})
+        _check_present(self.path, names, weight_map, stray)
+        self._shards: list[SafetensorsSource] = []
+        try:
+            self._tensors, metadata = self._open(folder, names, weight_map)
+        except BaseException:
+            self.close()
+            raise
+        self.files = (self.path, *(folder / name for name in names))
+        self.metadata = MappingProxyType(metadata)
+        notes = [f"ignored: {name} is not named by {self.path.name}" for name in stray]
+        found = sum(tensor.info.nbytes for tensor in self._tensors.values())
+        if total is not None and total != found:
+            notes.append(f"{self.path.name} states a total size of {total} bytes; its tensors have {found}")
+        self.notes = tuple(notes)
+
+    def _open(
+        self, folder: Path, names: list[str], weight_map: dict[str, str]
+    ) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
+        tensors: dict[str, SourceTensor] = {}
+        metadata: dict[str, Any] = {}
+        for name in names:
+            shard = SafetensorsSource(folder / name)
+            self._shards.append(shard)
+            metadata.update(shard.metadata)
+            wanted = {tensor for tensor, file in weight_map.items() if file == name}
+            missing = sorted(wanted - shard.keys())
+            extra = sorted(shard.keys() - wanted)
+            if missing or extra:
+                raise FormatError(
+                    f"{folder / name}: does not hold what {self.path.name} says: "
+                    + "; ".join(
+                        f"{noun}: {_some(these)}"
+                        for noun, these in (("missing", missing), ("not in the index", extra))
+                        if these
+                    )
+                    + "; index and files are from different exports, fetch the model again"
+                )
+            tensors.update(shard)
+        # In the order of the index, which is that of the model.
+        return {name: tensors[name] for name in weight_map}, metadata
+
+    def __getitem__(self, name: str) -> SourceTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+
+def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """The one file to open for the model in ``folder`` (an index or a weights file), and notes about ignored ones.
+
+    Raises:
+        UsageError: there are several candidates, so that the user has to name one; or none.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    indexes = [path for path in files if path.name.endswith(INDEX_SUFFIX)]
+    if len(indexes) == 1:
+        return indexes[0], ()
+    candidates = indexes or [path for path in files if path.suffix == ".safetensors"]
+    candidates = candidates or [path for path in files if path.suffix in (".gguf", ".oam")]
+    if len(candidates) == 1:
+        return candidates[0], ()
+    if candidates:
+        raise UsageError(
+            f"{folder}: holds {len(candidates)} sets of weights; name the one you mean: "
+            f"{_some([str(path) for path in candidates])}"
+        )
+    pickles = [path.name for path in files if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+    if pickles:
+        raise UsageError(
+            f"{folder}: has only {_some(pickles)}, which may be Python pickles: they can run code when loaded and are "
+            "never read; take the SafeTensors files of the model (on the Hub, often in the branch refs/pr/…), or convert "
+            "them where you trust them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT)"
+        )
+    raise UsageError(f"{folder}: holds no weights (no .safetensors, .gguf or .oam file)")
+
+
+def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
+    file = MappedFile(path)
+    try:
+        if file.size > MAX_HEADER:
+            raise FormatError(f"{path}: an index of {file.size} bytes; at most {MAX_HEADER} are read")
+        text = decode_utf8(file.read(0, file.size), str(path))
+    finally:
+        file.close()
+    total: int | None = None
+    weight_map: dict[str, str] | None = None
+    cursor = Cursor(text, str(path))
+    for key in cursor.keys("the index"):
+        if key == "metadata":
+            stated = cursor.small_object("metadata").get("total_size")
+            if isinstance(stated, (int, float)) and not isinstance(stated, bool):
+                total = int(stated)
+        elif key == "weight_map":
+            weight_map = {}
+            for name in cursor.keys("weight_map"):
+                if not name or "\0" in name:
+                    raise FormatError(f"{path}: weight_map: {name!r} cannot be a tensor name")
+                weight_map[name] = _checked_name(path, cursor.string(f"weight_map[{name!r}]"))
+        else:
+            raise FormatError(f"{path}: unknown key {key!r}; an index has 'metadata' and 'weight_map'")
+    cursor.finish(" \t\r\n")
+    if weight_map is None:
+        raise FormatError(f"{path}: has no 'weight_map'")
+    return total, weight_map
+
+
+def _checked_name(path: Path, name: str) -> str:
+    """A file name from the index, which must stay inside the folder on any system."""
+    parts = PurePosixPath(name).parts
+    if (
+        not parts
+        or name.startswith("/")
+        or any(character in name for character in "\\:\0")
+        or any(part in ("..", ".") for part in name.split("/"))
+        or "" in name.split("/")
+    ):
+        raise FormatError(
+            f"{path}: weight_map names the file {name!r}, which is not a plain name inside the folder"
+        )
+    return name
+
+
+def _stray(folder: Path, known: set[str]) -> list[str]:
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in known and path.name.endswith((".safetensors", INDEX_SUFFIX))
+    )
+
+
+def _check_present(path: Path, names: list[str], weight_map: dict[str, str], stray: list[str]) -> None:
+    absent = [name for name in names if not (path.parent / name).is_file()]
+    if not absent:
+        return
+    counts = [f"{name} ({sum(file == name for file in weight_map.values())} tensors)" for name in absent]
+    message = f"{path}: {len(absent)} of {len(names)} files that it names are not there: {_some(counts)}"
+    if stray:
+        message += f"; there, but not named by it: {_some(stray)}: the index seems to be of another export"
+    raise FormatError(f"{message}; fetch the model again")
+
+
+def _some(items: list[str]) -> str:
+    shown = ", ".join(items[:_SHOWN])
+    return shown if len(items) <= _SHOWN else f"{shown} and {len(items) - _SHOWN} more"

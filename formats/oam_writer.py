@@ -1,0 +1,291 @@
+"""Writing ``.oam`` version 3: laid out from descriptions, streamed, atomic.
+
+The whole layout follows from the names, shapes and encodings, so every payload has its place in the file before a byte
+moves, payloads can come in any order and in pieces, and memory stays at one small buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from oazoo.errors import FormatError, UsageError
+from oazoo.formats import encodings
+from oazoo.formats import oam_layout as layout
+from oazoo.formats.atomic import AtomicFile, output_error
+from oazoo.formats.hashing import Fnv1a64, fnv1a64
+from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
+
+
+@dataclass(frozen=True)
+class OamEntry:
+    """A tensor to be written.
+
+    ``encoding`` is a dense type, ``q4``/``q8`` (weights only), or a type that ``.oam`` has no code for and that is carried
+    as u8 (f8, f4, f6; weights only).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: str
+    section: Literal["weights", "state"] = "weights"
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Where a tensor's payload goes in the file."""
+
+    offset: int
+    size: int
+    written: bool = False
+
+
+class OamWriter:
+    """Write an ``.oam`` file::
+
+        with OamWriter(path, config=config, entries=[OamEntry("w", (2, 3), "f32")]) as writer:
+            writer.write("w", array)
+
+    Leaving the block without an error computes the checksums, flushes to disk and gives the file its name; an error of any
+    kind removes the temporary file.
+
+    Args:
+        path: the file to write.
+        config: its Config section.
+        entries: every tensor that will be written; names are unique.
+        assets: files that travel with the model, by name without the ``asset/`` prefix (``tokenizer.json``).
+        progress: the Progress section (104 bytes if given as bytes); by default that of an untrained model.
+        optimizer: the Optimizer section, if any.
+        overwrite: replace an existing file (only at success).
+
+    Raises:
+        FormatError: something that the format cannot hold.
+        UsageError, OutputError: see :func:`oazoo.formats.atomic.check_output`.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        config: OamConfig,
+        entries: Sequence[OamEntry],
+        assets: dict[str, bytes] | None = None,
+        progress: OamProgress | bytes | None = None,
+        optimizer: OamOptimizer | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self._overwrite = overwrite
+        self._optimizer = optimizer
+        self._config = config.pack()
+        self._progress = _pack_progress(progress)
+        self._assets = {f"{layout.ASSET_PREFIX}{name}": data for name, data in (assets or {}).items()}
+        carried = _carried(entries)
+        if carried:
+            self._assets[layout.CARRIED_ASSET] = carried
+        blobs = [OamEntry(name, (len(data),), "u8", "state") for name, data in self._assets.items()]
+        self._slots: dict[str, _Slot] = {}
+        self._lay_out([*entries, *blobs])
+        self._output: AtomicFile | None = None
+
+    def _lay_out(self, entries: list[OamEntry]) -> None:
+        """Place every section and tensor. ``_tables`` are the tensor tables, ``_sections`` (type, offset, size)."""
+        self._tables: list[tuple[int, bytes]] = []
+        self._sections: list[tuple[int, int, int]] = [(layout.CONFIG_SECTION, layout.PAGE, len(self._config))]
+        end = layout.PAGE + len(self._config)
+        for kind, name in ((layout.WEIGHTS, "weights"), (layout.STATE, "state")):
+            chosen = [entry for entry in entries if entry.section == name]
+            if not chosen and kind == layout.STATE:
+                continue
+            head = layout.COUNT.size + layout.ENTRY.size * len(chosen)
+            # The section starts where its data, which follows the table, falls on an aligned offset.
+            start = end + -(end + head) % layout.ALIGNMENT
+            table, blob_size = self._place(chosen, start + head)
+            self._tables.append((start, table))
+            self._sections.append((kind, start, head + blob_size))
+            # Padding to a multiple of the section's own length, as OA does.
+            end = start + -(-(head + blob_size) // layout.PAGE) * layout.PAGE
+        if self._optimizer is not None:
+            size = layout.OPTIMIZER.size + sum(4 * moments.size for moments in self._optimizer.moments)
+            self._sections.append((layout.OPTIMIZER_SECTION, end, size))
+            self._optimizer_header = self._optimizer.pack_header()
+            end += size
+        self._sections.append((layout.PROGRESS_SECTION, end, len(self._progress)))
+        self.size = end + len(self._progress)
+        if self.size > encodings.MAX_SIZE:
+            raise FormatError(f"{self.path}: the file would take more than 2^63 bytes")
+
+    def _place(self, entries: list[OamEntry], blob: int) -> tuple[bytes, int]:
+        """The tensor table of one section whose data starts at ``blob``, and the size of the data."""
+        table = [layout.COUNT.pack(len(entries), 0)]
+        position = end = 0
+        for entry in entries:
+            if entry.name in self._slots:
+                raise FormatError(f"{self.path}: tensor {entry.name!r} comes twice")
+            record, size = _pack_entry(entry, position)
+            table.append(record)
+            self._slots[entry.name] = _Slot(blob + position, size, written=size == 0)
+            end = position + size
+            position = -(-end // layout.ALIGNMENT) * layout.ALIGNMENT
+        return b"".join(table), end
+
+    def __enter__(self) -> Self:
+        self._output = AtomicFile(self.path, overwrite=self._overwrite)
+        try:
+            file = self._output.file
+            file.truncate(self.size)
+            self._put(layout.PAGE, self._config)
+            for offset, table in self._tables:
+                self._put(offset, table)
+            for name, data in self._assets.items():
+                self.write(name, data)
+        except BaseException as error:
+            self._output.abort()
+            if isinstance(error, OSError):
+                raise output_error(self.path, error) from error
+            raise
+        return self
+
+    def write(self, name: str, data: Any) -> None:
+        """Store the payload of tensor ``name``: one buffer (bytes, NumPy array …), or an iterable of buffers.
+
+        Raises:
+            UsageError: no such entry, or written before.
+            FormatError: the number of bytes is not that of the entry.
+            OutputError: the disk is full, or another refusal of the system.
+        """
+        slot = self._slots.get(name)
+        if slot is None:
+            raise UsageError(f"{self.path}: {name!r} is not among the entries")
+        if slot.written and slot.size:
+            raise UsageError(f"{self.path}: {name!r} has been written already")
+        position = 0
+        for piece in _buffers(data):
+            if position + len(piece) > slot.size:
+                raise FormatError(f"{self.path}: tensor {name!r} takes {slot.size} bytes, got more")
+            self._put(slot.offset + position, piece)
+            position += len(piece)
+        if position != slot.size:
+            raise FormatError(f"{self.path}: tensor {name!r} takes {slot.size} bytes, got {position}")
+        slot.written = True
+
+    def _put(self, offset: int, data: bytes | memoryview) -> None:
+        if self._output is None:
+            raise UsageError(f"{self.path}: an OamWriter is used in a with statement")
+        try:
+            self._output.file.seek(offset)
+            self._output.file.write(data)
+        except OSError as error:
+            raise output_error(self.path, error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._output is not None
+        output = self._output
+        try:
+            if kind is None:
+                self._finish()
+        except BaseException as error:
+            output.abort()
+            if isinstance(error, OSError):
+                raise output_error(self.path, error) from error
+            raise
+        if kind is None:
+            output.commit()
+        else:
+            output.abort()
+        self._output = None
+
+    def _finish(self) -> None:
+        """Write the small sections, then the checksums and headers."""
+        missing = [name for name, slot in self._slots.items() if not slot.written]
+        if missing:
+            raise UsageError(
+                f"{self.path}: {len(missing)} tensors were never written, the first is {missing[0]!r}"
+            )
+        assert self._output is not None
+        file = self._output.file
+        places = {kind: offset for kind, offset, _ in self._sections}
+        if self._optimizer is not None:
+            position = places[layout.OPTIMIZER_SECTION]
+            self._put(position, self._optimizer_header)
+            position += len(self._optimizer_header)
+            for moments in self._optimizer.moments:
+                for piece in _buffers(moments.astype("<f4", copy=False)):
+                    self._put(position, piece)
+                    position += len(piece)
+        self._put(places[layout.PROGRESS_SECTION], self._progress)
+        file.flush()
+        table = b""
+        for kind, offset, size in self._sections:
+            digest = Fnv1a64()
+            digest.update_from_file(file, offset, size)
+            table += layout.SECTION_HEADER.pack(kind, 0, b"", 0, offset, size, 0, digest.value, b"")
+        header = [layout.MAGIC, layout.VERSION, len(self._sections), 0, self.size, 0, b""]
+        header[5] = fnv1a64(layout.FILE_HEADER.pack(*header) + table)
+        self._put(0, layout.FILE_HEADER.pack(*header) + table)
+
+
+def _pack_entry(entry: OamEntry, position: int) -> tuple[bytes, int]:
+    what = f"{entry.section}: tensor {entry.name!r}"
+    name = layout.pack_text(entry.name, layout.MAX_NAME + 1, f"{entry.section}: tensor name")
+    if not name:
+        raise FormatError(f"{entry.section}: a tensor has an empty name")
+    encoding = encodings.get(entry.encoding)
+    try:
+        size = encoding.bytes_for(entry.shape)
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from error
+    shape = entry.shape
+    dtype = code = block = 0
+    if encoding.name in layout.DTYPES:
+        dtype = layout.DTYPES.index(encoding.name)
+    elif entry.section != "weights":
+        raise FormatError(f"{what}: {encoding.name} is allowed in weights only")
+    elif encoding.name in layout.CARRIED:
+        dtype = layout.DTYPES.index("u8")
+        shape = shape if size == encodings.numel(shape) else (size,)
+    elif encoding.kind == "oam":
+        code = next(number for number, known in layout.BLOCK_ENCODINGS.items() if known == encoding.name)
+        block = layout.BLOCK_SIZE
+        if size == 0:
+            raise FormatError(f"{what}: {encoding.name} cannot hold a tensor of zero elements; keep it dense")
+    else:
+        raise FormatError(f"{what}: .oam cannot store {encoding.name}")
+    if len(entry.shape) > layout.MAX_RANK:
+        raise FormatError(f"{what}: rank {len(entry.shape)}; .oam allows {layout.MAX_RANK}")
+    sizes = [*shape, *[0] * (layout.MAX_RANK - len(shape))]
+    return layout.ENTRY.pack(name, position, size, dtype, len(shape), code, block, b"", *sizes), size
+
+
+def _carried(entries: Sequence[OamEntry]) -> bytes:
+    named = {
+        entry.name: {"encoding": entry.encoding, "shape": list(entry.shape)}
+        for entry in entries
+        if entry.encoding in layout.CARRIED
+    }
+    return json.dumps(named, ensure_ascii=False, separators=(",", ":")).encode() if named else b""
+
+
+def _pack_progress(progress: OamProgress | bytes | None) -> bytes:
+    if isinstance(progress, bytes):
+        return OamProgress.unpack(progress) and progress
+    return (progress or OamProgress()).pack()
+
+
+def _buffers(data: Any) -> Iterable[memoryview]:
+    """``data`` as flat byte views: a buffer, a NumPy array of any type, or an iterable of these."""
+    if isinstance(data, np.ndarray):
+        # Through uint8: types of ml_dtypes do not export the buffer protocol.
+        return (memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8)),)
+    try:
+        return (memoryview(data).cast("B"),)
+    except TypeError:
+        return (piece for item in data for piece in _buffers(item))
