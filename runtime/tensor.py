@@ -129,6 +129,14 @@ class Tensor:
             self.device, (stop - start, *self.shape[1:]), self.dtype, self.memory, self.offset + start * row
         )
 
+    def planes(self) -> tuple[Tensor, Tensor]:
+        """The two planes of a q4 or q8 tensor, sharing memory: codes as u32 [blocks, 4 or 8], scales as f32 [blocks]."""
+        if self.dtype not in BLOCK_CODE_BYTES:
+            raise DeviceError(f"a {self.dtype} tensor has no code and scale planes")
+        blocks, code_bytes = -(-self.numel // BLOCK), BLOCK_CODE_BYTES[self.dtype]
+        codes = Tensor(self.device, (blocks, code_bytes // 4), "u32", self.memory, self.offset)
+        return codes, Tensor(self.device, (blocks,), "f32", self.memory, self.offset + blocks * code_bytes)
+
     def write(self, array: npt.ArrayLike) -> None:
         """Replace all values from the host. Waits for queued work first, which may still use the memory."""
         values = np.asarray(array, DTYPES[self.dtype], order="C")

@@ -16,4 +16,9 @@ class KernelSpec:
 
 KERNELS: dict[str, KernelSpec] = {
     "add_f32": KernelSpec("elementwise", "add"),
+    **{
+        f"pack_{target}_{source}": KernelSpec("pack", f"pack{target.upper()}<{source.upper()}Source>")
+        for target in ("q4", "q8")
+        for source in ("f32", "f16", "bf16")
+    },
 }
