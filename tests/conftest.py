@@ -6,7 +6,9 @@ the layer speaks fails, and so does the run when a process that a test started m
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +40,28 @@ def pytest_configure(config: pytest.Config) -> None:
         os.close(handle)
         os.environ["OAZOO_VALIDATION_LOG"] = path
         config.stash[_log] = Path(path)
+        atexit.register(_check_the_end, Path(path))
 
 
 _log = pytest.StashKey[Path]()
+
+
+def _read(path: Path) -> str:
+    """What the layer said since the last look."""
+    said = path.read_text("utf-8", errors="replace")
+    path.write_text("")
+    if said:
+        print(f"\nThe Vulkan validation layer said, in this process or one that a test started:\n{said}")
+    return said
+
+
+def _check_the_end(path: Path) -> None:
+    """Look once more after the device was closed: this was registered before it was opened, so it runs later."""
+    said = _read(path)
+    path.unlink()
+    if said:
+        sys.stdout.flush()
+        os._exit(1)  # the exit status is settled by now, and this is the one way left to change it
 
 
 @pytest.fixture(autouse=VALIDATING)
@@ -57,10 +78,5 @@ def validated() -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail the run for messages of processes that tests started."""
     path = session.config.stash.get(_log, None)
-    if path is None:
-        return
-    said = path.read_text("utf-8", errors="replace")
-    path.unlink()
-    if said:
-        print(f"\nThe Vulkan validation layer said, in this process or one that a test started:\n{said}")
+    if path is not None and _read(path):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
