@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from oazoo.text.base import BaseTokenizer
+from oazoo.text.chat import ChatTemplate, Message
 from oazoo.text.streaming import StreamDecoder
 from oazoo.text.tokenizer import ByteTokenizer, Tokenizer
 
-__all__ = ["BaseTokenizer", "ByteTokenizer", "StreamDecoder", "Tokenizer"]
+__all__ = ["BaseTokenizer", "ByteTokenizer", "ChatTemplate", "Message", "StreamDecoder", "Tokenizer"]
