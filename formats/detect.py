@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def _what_it_is(head: bytes) -> str:
     """What an unsupported file is, as far as its first bytes tell, and what to do about it."""
     if not head:
         return "is empty; fetch it again"
+    if head.startswith(b"PK\x03\x04") and b".npy" in head:
+        return "is a NumPy archive (.npz)"
     if head.startswith(b"PK\x03\x04"):
         if b".pkl" in head or b"/byteorder" in head or b"/version" in head:
             return f"is a PyTorch checkpoint (a pickle in a zip), which can run code when loaded and is never read; {_HOW}"
@@ -85,7 +88,6 @@ def _looks_like_pickle(head: bytes) -> bool:
     # or a global, which is two lines of text.
     if head[:1] == b"\x80" and len(head) > 1 and 2 <= head[1] <= 5:
         return True
-    first, _, rest = head.partition(b"\n")
-    if head[:1] == b"c" and rest:
-        return all(32 < byte < 127 for byte in first)
+    if re.match(rb"[c(]+[\w.]+\n\w+\n", head):
+        return True
     return head[:2] in (b"(d", b"(l", b"(c", b"(i", b"(t", b"}q", b"]q", b"}(", b"](")

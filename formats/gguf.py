@@ -6,6 +6,7 @@ decoded by the ``gguf`` package, piece by piece.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,10 @@ from oazoo.formats import encodings
 from oazoo.formats.ggml_types import GGML_TYPES, UNKNOWN_PREFIX
 from oazoo.formats.gguf_metadata import MAGIC, GgufHead, GgufTensor, read_head
 from oazoo.formats.mapped import MappedFile, MappedTensor
+from oazoo.formats.messages import quoted
 from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
+
+_STEP = 1 << 16
 
 
 class GgufSource(WeightSource):
@@ -82,61 +86,66 @@ def _place(file: MappedFile, head: GgufHead) -> dict[str, MappedTensor]:
                 f"{path}: cut short: ends at byte {file.size}, before its data, which starts at {start}"
             )
         start, available = head.end, file.size - head.end
-    by_offset = sorted(head.tensors, key=lambda tensor: tensor.offset)
-    infos: dict[str, TensorInfo] = {}
+    infos = _infos(path, head.tensors, available)
     previous, position = "", 0
-    for index, tensor in enumerate(by_offset):
+    for tensor in sorted(head.tensors, key=lambda tensor: (tensor.offset, infos[tensor.name].nbytes)):
+        end = tensor.offset + infos[tensor.name].nbytes
+        what = f"{path}: tensor {quoted(tensor.name)}"
         if tensor.offset % alignment:
             raise FormatError(
-                f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset} of the data, which is not a multiple of "
-                f"the alignment {alignment}"
+                f"{what} begins at byte {tensor.offset} of the data, not at a multiple of the alignment {alignment}"
             )
-        following = by_offset[index + 1].offset if index + 1 < len(by_offset) else available
-        info = infos[tensor.name] = _info(path, tensor, max(0, following - tensor.offset))
-        if tensor.offset + info.nbytes > available:
+        if end > available:
             raise FormatError(
-                f"{path}: cut short or damaged: tensor {tensor.name!r} takes bytes {tensor.offset} to "
-                f"{tensor.offset + info.nbytes} of the data, which has {available}; fetch the file again"
+                f"{what} takes bytes {tensor.offset} to {end} of the data, which has {available}: the file is "
+                "cut short or damaged; fetch it again"
             )
         if tensor.offset < position:
             raise FormatError(
-                f"{path}: tensors {previous!r} and {tensor.name!r} overlap: one ends at byte {position} of the data, the "
-                f"other begins at {tensor.offset}"
+                f"{what} begins at byte {tensor.offset} of the data and overlaps {quoted(previous)}, which ends "
+                f"at byte {position}"
             )
         if tensor.offset - position >= alignment:
             raise FormatError(
-                f"{path}: hole of {tensor.offset - position} bytes before tensor {tensor.name!r} (byte {tensor.offset} of "
-                "the data)"
+                f"{what}: hole of {tensor.offset - position} bytes before it (byte {tensor.offset} of the data)"
             )
-        position, previous = tensor.offset + info.nbytes, tensor.name
+        position, previous = end, tensor.name
     _check_tail(file, start + position, alignment)
     return {
         tensor.name: MappedTensor(infos[tensor.name], file, start + tensor.offset) for tensor in head.tensors
     }
 
 
-def _info(path: Path, tensor: GgufTensor, space: int) -> TensorInfo:
-    kind = GGML_TYPES.get(tensor.ggml_type)
-    try:
-        if kind is None:
-            encodings.numel(tensor.shape)
-            return TensorInfo(tensor.name, tensor.shape, f"{UNKNOWN_PREFIX}{tensor.ggml_type}", space)
-        encoding = encodings.get(kind.encoding)
-        return TensorInfo(tensor.name, tensor.shape, encoding.name, encoding.bytes_for(tensor.shape))
-    except FormatError as error:
-        raise FormatError(f"{path}: tensor {tensor.name!r}: {error}") from error
+def _infos(path: Path, tensors: list[GgufTensor], available: int) -> dict[str, TensorInfo]:
+    """Encoding and size of every tensor; one of an unpublished type gets the space up to the next tensor."""
+    starts = sorted({tensor.offset for tensor in tensors})
+    infos: dict[str, TensorInfo] = {}
+    for tensor in tensors:
+        kind = GGML_TYPES.get(tensor.ggml_type)
+        try:
+            if kind is not None:
+                name = kind.encoding
+                size = encodings.get(name).bytes_for(tensor.shape)
+            else:
+                encodings.numel(tensor.shape)
+                name = f"{UNKNOWN_PREFIX}{tensor.ggml_type}"
+                after = bisect_right(starts, tensor.offset)
+                size = max(0, (starts[after] if after < len(starts) else available) - tensor.offset)
+        except FormatError as error:
+            raise FormatError(f"{path}: tensor {quoted(tensor.name)}: {error}") from error
+        infos[tensor.name] = TensorInfo(tensor.name, tensor.shape, name, size)
+    return infos
 
 
 def _check_tail(file: MappedFile, end: int, alignment: int) -> None:
     """After the last tensor, only zeros up to the alignment may follow."""
-    extra = file.size - end
-    if extra == 0:
+    extra, padding = file.size - end, -end % alignment
+    if extra <= padding and not any(
+        any(file.read(start, min(_STEP, file.size - start))) for start in range(end, file.size, _STEP)
+    ):
         return
-    tail = file.read(end, min(extra, 4 * alignment, 1 << 16))
-    padding = -end % alignment
-    if extra > padding or any(tail):
-        joined = tail[padding : padding + 4] == MAGIC
-        hint = "several GGUF files joined end to end" if joined else "the file is damaged or was appended to"
-        raise FormatError(
-            f"{file.path}: {extra} bytes after the last tensor (from byte {end}) belong to nothing: {hint}"
-        )
+    joined = file.read(end, min(extra, padding + len(MAGIC))).endswith(MAGIC)
+    hint = "several GGUF files joined end to end" if joined else "the file is damaged or was appended to"
+    raise FormatError(
+        f"{file.path}: {extra} bytes after the last tensor (from byte {end}) belong to nothing: {hint}"
+    )

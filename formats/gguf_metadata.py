@@ -14,14 +14,17 @@ import numpy as np
 
 from oazoo.errors import FormatError
 from oazoo.formats.mapped import MappedFile
+from oazoo.formats.messages import quoted
 from oazoo.formats.strict_json import decode_utf8
 
 MAGIC = b"GGUF"
 MAX_KEY = 65535
+#: ggml itself stops at 63 characters; some image models have longer names.
+MAX_NAME = 1024
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
-#: Array elements of all metadata together: eight times the largest vocabularies (tokens, scores, types, merges).
-MAX_ARRAY_ELEMENTS = 1 << 24
+#: Array elements of all metadata together: several times the largest vocabularies (tokens, scores, types, merges).
+MAX_ARRAY_ELEMENTS = 1 << 23
 MAX_ARRAY_DEPTH = 4
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -159,8 +162,9 @@ def _pairs(reader: _Reader, count: int) -> dict[str, Any]:
             problem = "is empty" if not key else "holds a NUL" if "\0" in key else f"is longer than {MAX_KEY}"
             raise FormatError(f"{path}: key {index} of {count} {problem}")
         if key in metadata:
-            raise FormatError(f"{path}: key {key!r} comes twice")
-        metadata[key] = _value(reader, reader.unpack("<I", f"the type of {key!r}"), f"{key!r}", budget, 0)
+            raise FormatError(f"{path}: key {quoted(key)} comes twice")
+        what = quoted(key)
+        metadata[key] = _value(reader, reader.unpack("<I", f"the type of {what}"), what, budget, 0)
     return metadata
 
 
@@ -244,17 +248,18 @@ def _tensors(reader: _Reader, count: int) -> list[GgufTensor]:
     seen: set[str] = set()
     for index in range(count):
         name = reader.string(f"the name of tensor {index}")
-        if not name or "\0" in name:
+        if not name or len(name) > MAX_NAME or "\0" in name:
             raise FormatError(
-                f"{path}: tensor {index} of {count} has the name {name!r}: empty, or with a NUL"
+                f"{path}: tensor {index} of {count} has the name {quoted(name)}; a name has 1 to {MAX_NAME} characters, "
+                "without NUL"
             )
         if name in seen:
-            raise FormatError(f"{path}: tensor {name!r} comes twice")
+            raise FormatError(f"{path}: tensor {quoted(name)} comes twice")
         seen.add(name)
-        rank = reader.unpack("<I", f"the rank of tensor {name!r}")
+        rank = reader.unpack("<I", f"the rank of tensor {quoted(name)}")
         if rank > MAX_DIMS:
-            raise FormatError(f"{path}: tensor {name!r} has {rank} dimensions; GGUF allows {MAX_DIMS}")
-        at = reader.need(8 * rank + 12, f"the description of tensor {name!r}")
+            raise FormatError(f"{path}: tensor {quoted(name)} has {rank} dimensions; GGUF allows {MAX_DIMS}")
+        at = reader.need(8 * rank + 12, f"the description of tensor {quoted(name)}")
         *sizes, kind, offset = struct.unpack_from(f"<{rank}QIQ", reader.buffer, at)
         tensors.append(GgufTensor(name, tuple(reversed(sizes)), kind, offset))
     return tensors

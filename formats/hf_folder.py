@@ -13,12 +13,12 @@ from typing import Any
 
 from oazoo.errors import FormatError, UsageError
 from oazoo.formats.mapped import MappedFile
+from oazoo.formats.messages import quoted, some
 from oazoo.formats.safetensors import MAX_HEADER, SafetensorsSource
 from oazoo.formats.source import SourceTensor, WeightSource
 from oazoo.formats.strict_json import Cursor, decode_utf8
 
 INDEX_SUFFIX = ".safetensors.index.json"
-_SHOWN = 8
 
 
 class ShardedSource(WeightSource):
@@ -70,7 +70,7 @@ class ShardedSource(WeightSource):
                 raise FormatError(
                     f"{folder / name}: does not hold what {self.path.name} says: "
                     + "; ".join(
-                        f"{noun}: {_some(these)}"
+                        f"{noun}: {some(these)}"
                         for noun, these in (("missing", missing), ("not in the index", extra))
                         if these
                     )
@@ -111,12 +111,12 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
     if candidates:
         raise UsageError(
             f"{folder}: holds {len(candidates)} sets of weights; name the one you mean: "
-            f"{_some([str(path) for path in candidates])}"
+            f"{some([str(path) for path in candidates])}"
         )
     pickles = [path.name for path in files if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if pickles:
         raise UsageError(
-            f"{folder}: has only {_some(pickles)}, which may be Python pickles: they can run code when loaded and are "
+            f"{folder}: has only {some(pickles)}, which may be Python pickles: they can run code when loaded and are "
             "never read; take the SafeTensors files of the model (on the Hub, often in the branch refs/pr/…), or convert "
             "them where you trust them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT)"
         )
@@ -143,10 +143,10 @@ def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
             weight_map = {}
             for name in cursor.keys("weight_map"):
                 if not name or "\0" in name:
-                    raise FormatError(f"{path}: weight_map: {name!r} cannot be a tensor name")
-                weight_map[name] = _checked_name(path, cursor.string(f"weight_map[{name!r}]"))
+                    raise FormatError(f"{path}: weight_map: {quoted(name)} cannot be a tensor name")
+                weight_map[name] = _checked_name(path, cursor.string(f"weight_map[{quoted(name)}]"))
         else:
-            raise FormatError(f"{path}: unknown key {key!r}; an index has 'metadata' and 'weight_map'")
+            raise FormatError(f"{path}: unknown key {quoted(key)}; an index has 'metadata' and 'weight_map'")
     cursor.finish(" \t\r\n")
     if weight_map is None:
         raise FormatError(f"{path}: has no 'weight_map'")
@@ -164,7 +164,7 @@ def _checked_name(path: Path, name: str) -> str:
         or "" in name.split("/")
     ):
         raise FormatError(
-            f"{path}: weight_map names the file {name!r}, which is not a plain name inside the folder"
+            f"{path}: weight_map names the file {quoted(name)}, which is not a plain name inside the folder"
         )
     return name
 
@@ -182,12 +182,7 @@ def _check_present(path: Path, names: list[str], weight_map: dict[str, str], str
     if not absent:
         return
     counts = [f"{name} ({sum(file == name for file in weight_map.values())} tensors)" for name in absent]
-    message = f"{path}: {len(absent)} of {len(names)} files that it names are not there: {_some(counts)}"
+    message = f"{path}: {len(absent)} of {len(names)} files that it names are not there: {some(counts)}"
     if stray:
-        message += f"; there, but not named by it: {_some(stray)}: the index seems to be of another export"
+        message += f"; there, but not named by it: {some(stray)}: the index seems to be of another export"
     raise FormatError(f"{message}; fetch the model again")
-
-
-def _some(items: list[str]) -> str:
-    shown = ", ".join(items[:_SHOWN])
-    return shown if len(items) <= _SHOWN else f"{shown} and {len(items) - _SHOWN} more"

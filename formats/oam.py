@@ -106,13 +106,14 @@ class OamSource(WeightSource):
         """The Optimizer section, its moments mapped, or None."""
         if self._optimizer is None:
             return None
-        header, count = self._optimizer
+        (kind, lr, beta1, beta2, eps, decay, step), count = self._optimizer
         start = self._sections[layout.OPTIMIZER_SECTION].offset + layout.OPTIMIZER.size
         parts = [
             np.frombuffer(self._file.view(start + 4 * count * index, 4 * count), "<f4")
-            for index in range(layout.OPTIMIZER_MOMENTS[header[0]])
+            for index in range(layout.OPTIMIZER_MOMENTS[kind])
         ]
-        return OamOptimizer(*header, first=parts[0], second=parts[1] if len(parts) > 1 else None)
+        second = parts[1] if len(parts) > 1 else None
+        return OamOptimizer(kind, lr, beta1, beta2, eps, decay, step, parts[0], second)
 
     @property
     def checked_bytes(self) -> int:

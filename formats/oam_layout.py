@@ -1,6 +1,6 @@
 """The fixed structures of an ``.oam`` file, shared by its reader and its writer: headers, codes, typed sections.
 
-All integers are little-endian, all structures packed. Specification: ``docs`` of the ``.oam`` format, wire versions 1-3.
+All integers are little-endian, all structures packed. Specification: the ``.oam`` format, wire versions 1 to 3.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class OamConfig:
             if dtype not in DTYPES:
                 raise FormatError(f"Config: {dtype!r} has no .oam dtype code; known: {', '.join(DTYPES)}")
             codes.append(DTYPES.index(dtype))
-        name = pack_text(self.architecture, 32, "Config: architecture")
+        architecture = pack_text(self.architecture, 32, "Config: architecture")
         if not self.architecture:
             raise FormatError("Config: architecture is empty")
-        return CONFIG.pack(name, *sizes.values(), *codes, 0, b"") + self.payload
+        return CONFIG.pack(architecture, *sizes.values(), *codes, 0, b"") + self.payload
 
     @classmethod
     def unpack(cls, data: bytes) -> OamConfig:

@@ -9,6 +9,7 @@ from oazoo.errors import FormatError
 from oazoo.formats import encodings
 from oazoo.formats import oam_layout as layout
 from oazoo.formats.mapped import MappedFile, MappedTensor
+from oazoo.formats.messages import quoted
 from oazoo.formats.source import TensorInfo
 from oazoo.formats.strict_json import decode_utf8, load_object
 
@@ -36,10 +37,10 @@ def read_entries(
     for fields in layout.ENTRY.iter_unpack(file.read(offset + layout.COUNT.size, table_size)):
         start, info = _entry(fields, section, version)
         if info.name in tensors:
-            raise FormatError(f"{section}: tensor {info.name!r} comes twice")
+            raise FormatError(f"{section}: tensor {quoted(info.name)} comes twice")
         if start + info.nbytes > blob_size:
             raise FormatError(
-                f"{section}: tensor {info.name!r} takes bytes {start} to {start + info.nbytes} of the data, which has "
+                f"{section}: tensor {quoted(info.name)} takes bytes {start} to {start + info.nbytes} of the data, which has "
                 f"{blob_size}"
             )
         tensors[info.name] = MappedTensor(info, file, blob + start)
@@ -49,8 +50,8 @@ def read_entries(
     for (_, end, one), (begin, _, other) in itertools.pairwise(ranges):
         if begin < end:
             raise FormatError(
-                f"{section}: tensors {one!r} and {other!r} overlap: one ends at byte {end} of the data, the other "
-                f"begins at {begin}"
+                f"{section}: tensors {quoted(one)} and {quoted(other)} overlap: "
+                f"one ends at byte {end} of the data, the other begins at {begin}"
             )
     return tensors
 
@@ -60,7 +61,7 @@ def _entry(fields: tuple[Any, ...], section: str, version: int) -> tuple[int, Te
     name = layout.unpack_text(raw_name, f"{section}: a tensor name")
     if not name:
         raise FormatError(f"{section}: a tensor has an empty name")
-    what = f"{section}: tensor {name!r}"
+    what = f"{section}: tensor {quoted(name)}"
     if rank > layout.MAX_RANK:
         raise FormatError(f"{what}: rank {rank}; at most {layout.MAX_RANK} is allowed")
     if any(shape[rank:]):
@@ -108,26 +109,28 @@ def apply_carried(tensors: dict[str, MappedTensor], asset: bytes) -> dict[str, M
     for name, entry in load_object(decode_utf8(asset, what), what).items():
         stored = tensors.get(name)
         if stored is None:
-            raise FormatError(f"{what}: names {name!r}, which is not a weight of this file")
+            raise FormatError(f"{what}: names {quoted(name)}, which is not a weight of this file")
         if not isinstance(entry, dict) or entry.keys() != {"encoding", "shape"}:
-            raise FormatError(f"{what}: {name!r}: must have exactly 'encoding' and 'shape'")
+            raise FormatError(f"{what}: {quoted(name)}: must have exactly 'encoding' and 'shape'")
         encoding, shape = entry["encoding"], entry["shape"]
         if encoding not in layout.CARRIED:
-            raise FormatError(f"{what}: {name!r}: {encoding!r} is not one of {', '.join(layout.CARRIED)}")
+            raise FormatError(
+                f"{what}: {quoted(name)}: {encoding!r} is not one of {', '.join(layout.CARRIED)}"
+            )
         if (
             not isinstance(shape, list)
             or len(shape) > layout.MAX_RANK
             or any(type(n) is not int for n in shape)
         ):
             raise FormatError(
-                f"{what}: {name!r}: shape {shape!r} is not a list of at most {layout.MAX_RANK} sizes"
+                f"{what}: {quoted(name)}: shape {shape!r} is not a list of at most {layout.MAX_RANK} sizes"
             )
         if (
             stored.info.encoding != "u8"
             or encodings.get(encoding).bytes_for(tuple(shape)) != stored.info.nbytes
         ):
             raise FormatError(
-                f"{what}: {name!r}: {encoding} of shape {shape} does not fit the stored {stored.info.encoding} of "
+                f"{what}: {quoted(name)}: {encoding} of shape {shape} does not fit the stored {stored.info.encoding} of "
                 f"{stored.info.nbytes} bytes"
             )
         result[name] = stored.with_type(encoding, tuple(shape))

@@ -276,7 +276,8 @@ def _carried(entries: Sequence[OamEntry]) -> bytes:
 
 def _pack_progress(progress: OamProgress | bytes | None) -> bytes:
     if isinstance(progress, bytes):
-        return OamProgress.unpack(progress) and progress
+        OamProgress.unpack(progress)  # checks it
+        return progress
     return (progress or OamProgress()).pack()
 
 
@@ -284,7 +285,7 @@ def _buffers(data: Any) -> Iterable[memoryview]:
     """``data`` as flat byte views: a buffer, a NumPy array of any type, or an iterable of these."""
     if isinstance(data, np.ndarray):
         # Through uint8: types of ml_dtypes do not export the buffer protocol.
-        return (memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8)),)
+        return (np.ascontiguousarray(data).reshape(-1).view(np.uint8).data,)
     try:
         return (memoryview(data).cast("B"),)
     except TypeError:

@@ -61,8 +61,13 @@ def _encode_blocks(blocks: Floats, encoding: str) -> tuple[Bytes, Floats]:
     code = np.clip(np.rint(known / scale[:, None]), -largest, largest).astype(np.int8)
     if encoding == "q8":
         return code.view(np.uint8), scale
-    nibble = (code + np.int8(7)).view(np.uint8)
-    return nibble[:, 0::2] | (nibble[:, 1::2] << 4), scale
+    return _join_nibbles((code + np.int8(7)).view(np.uint8)), scale
+
+
+def _join_nibbles(nibble: Bytes) -> Bytes:
+    """Element 2i to the low nibble of byte i, element 2i + 1 to the high one."""
+    joined: Bytes = nibble[:, 0::2] | (nibble[:, 1::2] << np.uint8(4))
+    return joined
 
 
 def encode_stream(chunks: Iterable[npt.NDArray[Any]], encoding: str) -> Iterator[npt.NDArray[Any]]:
@@ -121,9 +126,9 @@ def _from_q4_0(blocks: Bytes) -> tuple[Bytes, Floats]:
     # (15 - n - 7)(-d) = (n - 8) d, exactly.
     packed = blocks[:, 2:]
     nibble = np.empty((blocks.shape[0], BLOCK), np.uint8)
-    np.subtract(15, packed & 15, out=nibble[:, :16])
-    np.subtract(15, packed >> 4, out=nibble[:, 16:])
-    return nibble[:, 0::2] | (nibble[:, 1::2] << 4), -_f16_scale(blocks)
+    np.subtract(np.uint8(15), packed & np.uint8(15), out=nibble[:, :16])
+    np.subtract(np.uint8(15), packed >> np.uint8(4), out=nibble[:, 16:])
+    return _join_nibbles(nibble), -_f16_scale(blocks)
 
 
 def _f16_scale(blocks: Bytes) -> Floats:

@@ -16,6 +16,7 @@ from typing import Any
 from oazoo.errors import FormatError
 from oazoo.formats import encodings
 from oazoo.formats.mapped import MappedFile, MappedTensor
+from oazoo.formats.messages import quoted
 from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
 from oazoo.formats.strict_json import Cursor, decode_utf8
 
@@ -23,6 +24,7 @@ from oazoo.formats.strict_json import Cursor, decode_utf8
 MAX_HEADER = 100_000_000
 #: NumPy holds no more dimensions.
 MAX_RANK = 64
+MAX_NAME = 4096
 
 #: Type names in a header, and our encodings.
 DTYPES = {
@@ -109,14 +111,13 @@ def _read(file: MappedFile) -> tuple[MappingProxyType[str, Any], dict[str, Mappe
     for name in cursor.keys("the header"):
         if name == "__metadata__":
             for key in cursor.keys("__metadata__"):
-                metadata[key] = cursor.string(f"__metadata__[{key!r}]")
+                metadata[key] = cursor.string(f"__metadata__[{quoted(key)}]")
             continue
+        entry = cursor.small_object(f"tensor {quoted(name)}")
         try:
-            ranges.append(_entry(name, cursor.small_object(f"tensor {name!r}")))
+            ranges.append(_entry(name, entry))
         except FormatError as error:
-            raise FormatError(
-                f"{path}: {error}" if not str(error).startswith(str(path)) else str(error)
-            ) from error
+            raise FormatError(f"{path}: {error}") from error
     cursor.finish(" ")
     _check_cover(path, ranges, data_size)
     return MappingProxyType(metadata), {
@@ -125,9 +126,9 @@ def _read(file: MappedFile) -> tuple[MappingProxyType[str, Any], dict[str, Mappe
 
 
 def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorInfo]:
-    what = f"tensor {name!r}"
-    if not name or "\0" in name:
-        raise FormatError(f"{what}: a tensor name cannot be empty or hold a NUL character")
+    what = f"tensor {quoted(name)}"
+    if not name or len(name) > MAX_NAME or "\0" in name:
+        raise FormatError(f"{what}: a tensor name has 1 to {MAX_NAME} characters, without NUL")
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(
             f"{what}: has the fields {sorted(entry)}, must have exactly 'data_offsets', 'dtype' and 'shape'"
@@ -170,18 +171,18 @@ def _check_cover(path: Path, ranges: list[tuple[int, int, TensorInfo]], data_siz
         if end > data_size:
             total = max(stop for _, stop, _ in ranges)
             raise FormatError(
-                f"{path}: tensor {info.name!r} ends at byte {end} of the data, which has {data_size}: the file is cut "
+                f"{path}: tensor {quoted(info.name)} ends at byte {end} of the data, which has {data_size}: the file is cut "
                 f"short or damaged (expected {path_size(path) - data_size + total} bytes, the file has "
                 f"{path_size(path)}); fetch this file again"
             )
         if begin < position:
             raise FormatError(
-                f"{path}: tensors {previous!r} and {info.name!r} overlap: one ends at byte {position} of the data, "
-                f"the other begins at {begin}"
+                f"{path}: tensors {quoted(previous)} and {quoted(info.name)} overlap: "
+                f"one ends at byte {position} of the data, the other begins at {begin}"
             )
         if begin > position:
             raise FormatError(
-                f"{path}: hole of {begin - position} bytes before tensor {info.name!r}: the tensors before it end at "
+                f"{path}: hole of {begin - position} bytes before tensor {quoted(info.name)}: the tensors before it end at "
                 f"byte {position} of the data, it begins at {begin}"
             )
         position, previous = end, info.name

@@ -29,6 +29,7 @@ def write_safetensors(
     tensors: Mapping[str, Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
+    dequantize: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Write ``tensors`` to one SafeTensors file, atomically and without holding more than a small buffer.
@@ -39,7 +40,7 @@ def write_safetensors(
         FormatError: an encoding that SafeTensors lacks (``q4``, ``gguf.*``, ``c128``), or a name it cannot hold.
         UsageError, OutputError: see :func:`oazoo.formats.atomic.check_output`.
     """
-    described = {name: _describe(name, tensor) for name, tensor in tensors.items()}
+    described = {name: _describe(name, tensor, dequantize) for name, tensor in tensors.items()}
     order = sorted(tensors, key=lambda name: -_alignment(described[name][0]))
     header: dict[str, Any] = {}
     if metadata:
@@ -64,7 +65,7 @@ def write_safetensors(
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
             for piece in _pieces(tensors[name]):
-                file.write(piece)
+                file.write(piece.data)
 
 
 def export_safetensors(
@@ -86,10 +87,10 @@ def export_safetensors(
             f"{source.path}: {len(quantized)} tensors are stored as {', '.join(kinds)} (the first is {quantized[0]!r}), "
             "which SafeTensors cannot hold; export them as float32 with dequantize=True"
         )
-    write_safetensors(path, source, metadata={"format": "pt"}, overwrite=overwrite)
+    write_safetensors(path, source, metadata={"format": "pt"}, dequantize=dequantize, overwrite=overwrite)
 
 
-def _describe(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+def _describe(name: str, tensor: Tensor, dequantize: bool) -> tuple[str, tuple[int, ...]]:
     """The stored encoding and shape of one tensor, checked."""
     if not name or "\0" in name or name == "__metadata__":
         raise FormatError(f"{name!r} cannot be a tensor name in SafeTensors")
@@ -101,7 +102,7 @@ def _describe(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
         ) from error
     if isinstance(tensor, SourceTensor):
         encoding, shape = tensor.info.encoding, tensor.info.shape
-        if encodings.get(encoding).quantized:
+        if dequantize and encodings.get(encoding).quantized:
             encoding = "f32"
     else:
         encoding, shape = encodings.for_dtype(tensor.dtype), tensor.shape

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from oazoo.errors import FormatError
+from oazoo.formats.messages import quoted
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -80,7 +81,7 @@ class Cursor:
         while True:
             key = self.string(f"{what}: a key")
             if key in seen:
-                raise FormatError(f"{self.what}: {what}: {key!r} comes twice")
+                raise FormatError(f"{self.what}: {what}: {quoted(key)} comes twice")
             seen.add(key)
             self._expect(":", what)
             yield key
@@ -109,7 +110,15 @@ class Cursor:
         stop = self.text.find("}", self.position, self.position + SMALL)
         if stop < 0:
             raise FormatError(f"{self.what}: {what} has no end within {SMALL} characters")
-        value = load_object(self.text[self.position : stop + 1], f"{self.what}: {what}")
+        try:
+            value = json.loads(
+                self.text[self.position : stop + 1],
+                object_pairs_hook=_unique(f"{self.what}: {what}"),
+                parse_constant=_refuse_constant,
+            )
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{self.what}: {what}: is not JSON: {error}") from error
+        assert isinstance(value, dict)
         self.position = stop + 1
         return value
 
@@ -139,7 +148,7 @@ def _unique(what: str) -> Any:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result:
-                raise FormatError(f"{what}: key {key!r} comes twice")
+                raise FormatError(f"{what}: key {quoted(key)} comes twice")
             result[key] = value
         return result
 
