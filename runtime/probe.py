@@ -176,9 +176,9 @@ def probe(environ: Mapping[str, str] | None = None) -> Probe:
     manifests = manifest_paths(environ)
     try:
         vk = load()
-    except VulkanUnavailableError as error:
+    except VulkanUnavailableError:
         drivers = [read_driver(path, load=False) for path in manifests]
-        return Probe("no-loader", str(error), drivers=drivers, nodes=nodes)
+        return Probe("no-loader", PROBLEMS["no-loader"], drivers=drivers, nodes=nodes)
     version = vk.ffi.new("uint32_t *", 1 << 22)
     vk.lib.vkEnumerateInstanceVersion(version)
     common: dict[str, Any] = {

@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from oazoo.runtime.probe import Probe, manifest_paths, run_probe
 
 #: Devices' optional features that people ask about; the kernels need none of them.
 OPTIONAL_FEATURES = ("shaderFloat16", "storageBuffer16BitAccess", "shaderInt8", "storageBuffer8BitAccess")
+
+#: Where apt keeps what it knows of its suites.
+_APT_LISTS = Path("/var/lib/apt/lists")
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def examine(probe: Probe | None = None) -> Report:
     finding.
     """
     found = run_probe() if probe is None else probe
-    packages = list(check_packages())
+    packages = check_packages()
     findings = [
         Finding("problem", f"{p.name}: {p.problem}", f"{sys.executable} -m pip install '{p.name}{p.wanted}'")
         for p in packages
@@ -81,27 +84,36 @@ def examine(probe: Probe | None = None) -> Report:
 # --------------------------------------------------------------------------------------------------- packages
 
 
-def check_packages(distribution: str = "oazoo") -> Iterator[Package]:
-    """Each run-time dependency of a distribution with its installed version, judged by its lower bound."""
+def check_packages(distribution: str = "oazoo") -> list[Package]:
+    """Each run-time dependency of a distribution, judged; empty where the distribution is not installed."""
     try:
         requirements = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
-        return
+        return []
+    return list(judge(requirements, _installed_version))
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def judge(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> Iterator[Package]:
+    """Requirements of the form ``name>=bound`` against the installed versions; those of extras are left out."""
     for requirement in requirements:
-        if "extra ==" in requirement:
-            continue
         match = re.match(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?", requirement)
-        if match is None:
+        if match is None or "extra ==" in requirement:
             continue
         name, bound = match[1], match[2]
-        wanted = f">={bound}" if bound else ""
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield Package(name, wanted, None, "is not installed")
-            continue
-        too_old = bool(bound) and _release(installed) < _release(bound)
-        yield Package(name, wanted, installed, f"{installed} is older than {bound}" if too_old else None)
+        installed = version_of(name)
+        problem = None
+        if installed is None:
+            problem = "is not installed"
+        elif bound and _release(installed) < _release(bound):
+            problem = f"{installed} is older than {bound}"
+        yield Package(name, f">={bound}" if bound else "", installed, problem)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -134,28 +146,24 @@ def system_name() -> str:
     return ", ".join(part for part in parts if part)
 
 
-def install_command(os_release: Mapping[str, str]) -> str:
-    """The command that installs the Vulkan loader and Mesa's drivers, the software one among them, on this
-    system.
-    """
+def install_command(os_release: Mapping[str, str], apt_lists: Path = _APT_LISTS) -> str:
+    """The command that installs the Vulkan loader and Mesa's drivers, the software one among them, on this system."""
     names = {os_release.get("ID", ""), *os_release.get("ID_LIKE", "").split()}
-    packages = "mesa-vulkan-drivers libvulkan1"
-    if os_release.get("ID") == "debian" and os_release.get("VERSION_CODENAME") == "bookworm":
-        suite = "-t bookworm-backports " if _has_backports() else ""
-        return f"sudo apt-get install {suite}{packages}"
-    if names & {"debian", "ubuntu"} or shutil.which("apt-get"):
-        return f"sudo apt-get install {packages}"
     if names & {"fedora", "rhel"}:
         return "sudo dnf install mesa-vulkan-drivers vulkan-loader"
     if "arch" in names:
         return "sudo pacman -S vulkan-swrast vulkan-icd-loader"
     if names & {"suse", "opensuse"}:
         return "sudo zypper install libvulkan_lvp libvulkan1"
+    if names & {"debian", "ubuntu"} or shutil.which("apt-get"):
+        bookworm = os_release.get("ID") == "debian" and os_release.get("VERSION_CODENAME") == "bookworm"
+        suite = "-t bookworm-backports " if bookworm and _knows_backports(apt_lists) else ""
+        return f"sudo apt-get install {suite}mesa-vulkan-drivers libvulkan1"
     return "install the Vulkan loader and Mesa's Vulkan drivers with the system's package manager"
 
 
-def _has_backports(folder: Path = Path("/var/lib/apt/lists")) -> bool:
-    return any(folder.glob("*_bookworm-backports_main_binary-*_Packages*"))
+def _knows_backports(apt_lists: Path) -> bool:
+    return any(apt_lists.glob("*_bookworm-backports_main_binary-*_Packages*"))
 
 
 def in_container() -> bool:
@@ -221,7 +229,7 @@ def _about_the_device(probe: Probe) -> Iterator[Finding]:
     if mesa is not None and int(mesa[1]) < 24:
         text = f"{device['driver']} works; Mesa 25 is 2 to 4 times faster (in bookworm-backports)"
         command = "sudo apt-get install -t bookworm-backports mesa-vulkan-drivers libvulkan1"
-        yield Finding("note", text, command if _has_backports() else None)
+        yield Finding("note", text, command if _knows_backports(_APT_LISTS) else None)
 
 
 def _about_hidden_hardware(probe: Probe, install: str) -> Iterator[Finding]:
