@@ -1,0 +1,278 @@
+"""Converting a checkpoint to ``.oam``: plan, stream every tensor, report what happened."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from oazoo.configs import ModelConfig
+from oazoo.errors import OutputError, TranslationError
+from oazoo.formats.atomic import check_output
+from oazoo.formats.mapped import open_regular
+from oazoo.formats.oam_writer import OamWriter
+from oazoo.formats.source import WeightSource
+from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
+from oazoo.translators.plan import Plan, plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_READ = 4 << 20
+
+
+class Progress(Protocol):
+    """Told how far a step has come: ``done`` of ``total`` bytes."""
+
+    def __call__(self, label: str, done: int, total: int | None, unit: str = "bytes") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """What happened to one tensor. ``max_error`` is the largest change of a finite value; 0 if none changed."""
+
+    target: str
+    shape: tuple[int, ...]
+    encoding: str
+    nbytes: int
+    sources: tuple[str, ...]
+    source_encodings: tuple[str, ...]
+    transform: str
+    action: str
+    rounded: bool
+    max_error: float
+    nan: int
+    infinite: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "target": self.target,
+            "shape": list(self.shape),
+            "encoding": self.encoding,
+            "bytes": self.nbytes,
+            "sources": list(self.sources),
+            "source_encodings": list(self.source_encodings),
+            "transform": self.transform,
+            "action": self.action,
+            "rounded": self.rounded,
+            "max_error": self.max_error,
+            "nan": self.nan,
+            "infinite": self.infinite,
+        }
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The outcome of a conversion."""
+
+    output: Path
+    output_bytes: int
+    translator: str
+    config: ModelConfig
+    tensors: tuple[TensorReport, ...]
+    ignored: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    source: Mapping[str, Any]
+
+    @property
+    def rounded(self) -> tuple[TensorReport, ...]:
+        """Tensors of which some value changed."""
+        return tuple(tensor for tensor in self.tensors if tensor.rounded)
+
+    @property
+    def nonfinite(self) -> tuple[TensorReport, ...]:
+        """Tensors that hold NaN or infinity."""
+        return tuple(tensor for tensor in self.tensors if tensor.nan or tensor.infinite)
+
+    @property
+    def max_error(self) -> float:
+        """Largest change of any value."""
+        return max((tensor.max_error for tensor in self.tensors), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "output": str(self.output),
+            "output_bytes": self.output_bytes,
+            "translator": self.translator,
+            "family": self.config.family,
+            "config": self.config.to_json(),
+            "max_error": self.max_error,
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "ignored": [{"source": name, "reason": reason} for name, reason in self.ignored],
+            "notes": list(self.notes),
+            "source": dict(self.source),
+        }
+
+    def summary(self) -> list[str]:
+        """A few lines for people: size, encodings, what was rounded, what was ignored, notes."""
+        kinds: dict[str, int] = {}
+        for tensor in self.tensors:
+            kinds[tensor.encoding] = kinds.get(tensor.encoding, 0) + 1
+        shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        lines = [f"{len(self.tensors)} tensors ({shown}), {self.output_bytes:,} bytes"]
+        if self.rounded:
+            worst = max(self.rounded, key=lambda tensor: tensor.max_error)
+            lines.append(
+                f"{len(self.rounded)} tensors were rounded, by {worst.max_error:.3g} at most ({worst.target})"
+            )
+        else:
+            lines.append("no value was changed")
+        for tensor in self.nonfinite:
+            lines.append(f"{tensor.target} holds {tensor.nan} NaN and {tensor.infinite} infinite values")
+        lines += [f"ignored {name}: {reason}" for name, reason in self.ignored[:8]]
+        if len(self.ignored) > 8:
+            lines.append(f"ignored {len(self.ignored) - 8} more tensors, for the same reasons")
+        return lines + list(self.notes)
+
+    def table(self) -> Table:
+        """The rounded tensors as a table for people."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="Rounded", title_justify="left")
+        for heading in ("tensor", "from", "to"):
+            table.add_column(heading, overflow="fold")
+        table.add_column("largest change", justify="right")
+        for tensor in self.rounded:
+            cells = (
+                tensor.target,
+                ", ".join(dict.fromkeys(tensor.source_encodings)),
+                tensor.encoding,
+                f"{tensor.max_error:.3g}",
+            )
+            table.add_row(*(Text(cell) for cell in cells))
+        return table
+
+
+def convert(
+    src: WeightSource | Path | str,
+    out: Path | str,
+    arch: str = "auto",
+    dtype: str = "keep",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    with_tokenizer: bool = True,
+) -> ConversionReport:
+    """Convert a checkpoint to an ``.oam`` file, in memory bounded by its largest tensor.
+
+    The file appears under its name only when it is complete and on disk.
+
+    Args:
+        src: a file or folder, or an opened source.
+        out: the file to write.
+        arch: a translator's name, or ``"auto"``.
+        dtype: ``"keep"``, ``"f32"``, ``"f16"`` or ``"bf16"``; see :func:`oazoo.translators.plan.plan`.
+        overwrite: replace an existing file.
+        progress: called with (label, bytes done, bytes in all).
+        provenance: what is known of the source: ``name``, ``revision``, ``license``, ``uri``, and
+        ``files``, a mapping
+            from file name to SHA-256 for files that have been verified already (they are not hashed again).
+        with_tokenizer: ``False`` to store the weights only.
+
+    Raises:
+        OazooError: see :func:`oazoo.translators.plan.plan` for the source and
+            :func:`oazoo.formats.atomic.check_output` for the output; TranslationError also when a value
+            does not fit ``dtype``.
+    """
+    target = check_output(out, overwrite=overwrite)
+    with plan(src, arch, dtype, with_tokenizer=with_tokenizer) as planned:
+        _check_disk(planned, target)
+        _check_ties(planned)
+        known = dict(provenance or {})
+        hashes = _hashes(planned, known.get("files") or {}, progress)
+        config = planned.oam_config(hashes, known)
+        record = planned.source_record(hashes, known)
+        writer = OamWriter(
+            out,
+            config=config,
+            entries=planned.entries(),
+            assets=planned.oam_assets(),
+            overwrite=overwrite,
+        )
+        total = sum(tensor.nbytes for tensor in planned.tensors)
+        reports, done = [], 0
+        with writer:
+            for tensor in planned.tensors:
+                measured = Measured()
+                pieces = stream(tensor, planned.checkpoint.source, measured)
+                writer.write(tensor.target, _told(pieces, progress, done, total))
+                done += tensor.nbytes
+                reports.append(_report(tensor, measured))
+        return ConversionReport(
+            Path(out),
+            writer.size,
+            planned.translator.name,
+            planned.config,
+            tuple(reports),
+            planned.checked.ignored,
+            planned.notes,
+            record,
+        )
+
+
+def _told(pieces: Iterator[Any], progress: Progress | None, done: int, total: int) -> Iterator[Any]:
+    for piece in pieces:
+        yield piece
+        done += piece.nbytes
+        if progress is not None:
+            progress("convert", done, total)
+
+
+def _report(tensor: TensorPlan, measured: Measured) -> TensorReport:
+    return TensorReport(
+        tensor.target,
+        tensor.shape,
+        tensor.encoding,
+        tensor.nbytes,
+        tensor.rule.sources,
+        tensor.source_encodings,
+        tensor.rule.transform.name,
+        tensor.action,
+        measured.rounded,
+        measured.max_error,
+        measured.nan,
+        measured.infinite,
+    )
+
+
+def _check_disk(planned: Plan, target: Path) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < planned.output_bytes:
+        raise OutputError(
+            f"{target}: {planned.output_bytes:,} bytes are needed, {free:,} are free; nothing was written"
+        )
+
+
+def _check_ties(planned: Plan) -> None:
+    """A stored copy of a tied weight must be a copy: otherwise the config is wrong about the tie."""
+    source = planned.checkpoint.source
+    for copy, used in planned.translation.equal:
+        if not same_bytes(source, copy, used):
+            raise TranslationError(
+                f"{source.path}: the config ties {copy} to {used}, but the two differ; "
+                "set tie_word_embeddings to false in config.json if the head is its own"
+            )
+
+
+def _hashes(planned: Plan, known: Mapping[str, str], progress: Progress | None) -> dict[str, str]:
+    """SHA-256 of every source file by name; those that are known already are not read."""
+    files = planned.hashed_files()
+    hashes = {path.name: known[path.name] for path in files if path.name in known}
+    todo = [path for path in files if path.name not in hashes]
+    total, done = sum(path.stat().st_size for path in todo), 0
+    for path in todo:
+        digest = hashlib.sha256()
+        with open_regular(path) as file:
+            while data := file.read(_READ):
+                digest.update(data)
+                done += len(data)
+                if progress is not None:
+                    progress("hash", done, total)
+        hashes[path.name] = digest.hexdigest()
+    return hashes

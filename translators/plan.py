@@ -1,0 +1,285 @@
+"""Planning a conversion: everything is decided, checked and sized before a byte moves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import oazoo
+from oazoo.configs import ModelConfig
+from oazoo.errors import UsageError
+from oazoo.formats.detect import open_source
+from oazoo.formats.oam_layout import ASSET_PREFIX, OamConfig
+from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.formats.source import WeightSource
+from oazoo.translators.assets import Assets
+from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check
+from oazoo.translators.gguf_tokenizer import gguf_assets
+from oazoo.translators.hf_assets import hf_assets
+from oazoo.translators.packed import refuse_packed
+from oazoo.translators.settings import read_small
+from oazoo.translators.translator import Checkpoint, Translation, Translator, choose, open_checkpoint
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PROVENANCE = ("name", "revision", "license", "files", "uri")
+_NO_HASH = "0" * 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that has been checked whole.
+
+    ``close()`` (or leaving a ``with`` block) closes the source if this plan opened it.
+    """
+
+    checkpoint: Checkpoint
+    translator: Translator
+    translation: Translation
+    checked: Checked
+    assets: Assets
+    dtype: str
+    #: Files beside the weights that were read (config.json, tokenizer.json, …).
+    side_files: tuple[Path, ...] = ()
+    owns_source: bool = field(default=False, repr=False)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The typed configuration of the model."""
+        return self.translation.config
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """What is written, in file order."""
+        order = {name: number for number, name in enumerate(self.config.parameters())}
+        return tuple(sorted(self.checked.tensors, key=lambda tensor: order[tensor.target]))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about this conversion."""
+        return (*self.checkpoint.source.notes, *self.translation.notes, *self.assets.notes)
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """Exact size of the ``.oam`` file (for the same provenance)."""
+        return OamWriter(
+            Path("plan.oam"), config=self.oam_config({}), entries=self.entries(), assets=self.oam_assets()
+        ).size
+
+    @property
+    def peak_bytes(self) -> int:
+        """Upper estimate of the memory that streaming takes beyond the interpreter and the mapped source."""
+        source = self.checkpoint.source
+        largest = max((tensor.working_bytes(source) for tensor in self.checked.tensors), default=0)
+        return largest + sum(map(len, self.assets.files().values())) + 16 * CHUNK
+
+    def entries(self) -> list[OamEntry]:
+        """The weights as the writer takes them."""
+        return [OamEntry(tensor.target, tensor.shape, tensor.encoding) for tensor in self.tensors]
+
+    def oam_assets(self) -> dict[str, bytes]:
+        """Asset name (without the prefix) → bytes."""
+        return {name.removeprefix(ASSET_PREFIX): data for name, data in self.assets.files().items()}
+
+    def oam_config(self, hashes: Mapping[str, str], provenance: Mapping[str, Any] | None = None) -> OamConfig:
+        """The Config section. ``hashes`` are the SHA-256 of source files by name (zeros stand in for absent ones)."""
+        config = self.config
+        document: dict[str, Any] = {
+            "oazoo": 1,
+            "family": config.family,
+            "model": config.to_json(),
+            "source": self.source_record(hashes, provenance or {}),
+            "generation": dict(self.assets.generation),
+            "tokenizer": dict(self.assets.tokens),
+            "tool": f"oazoo {oazoo.__version__}",
+        }
+        kinds = [tensor.encoding for tensor in self.tensors if tensor.encoding not in ("q4", "q8")]
+        return OamConfig(
+            architecture=config.family,
+            d_model=config.hidden_size,
+            n_layers=config.num_layers,
+            vocab_size=config.vocab_size,
+            weight_dtype=max(kinds, key=kinds.count, default="f32"),
+            payload=json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8"),
+        )
+
+    def source_record(self, hashes: Mapping[str, str], provenance: Mapping[str, Any]) -> dict[str, Any]:
+        """Where the weights come from, without any path of this machine."""
+        unknown = sorted(set(provenance) - set(_PROVENANCE))
+        if unknown:
+            raise UsageError(f"unknown provenance {unknown[0]!r}; known: {', '.join(_PROVENANCE)}")
+        source = self.checkpoint.source
+        files = [
+            {"name": path.name, "bytes": path.stat().st_size, "sha256": hashes.get(path.name, _NO_HASH)}
+            for path in self.hashed_files()
+        ]
+        weights = [str(entry["sha256"]) for entry in files[: len(source.files)]]
+        # One file: its own hash. Several: the hash of their hashes, in the order of "files".
+        digest = weights[0] if len(weights) == 1 else hashlib.sha256("\n".join(weights).encode()).hexdigest()
+        record = {
+            "format": source.format,
+            "name": provenance.get("name") or _own_name(self.checkpoint),
+            "revision": provenance.get("revision"),
+            "license": provenance.get("license") or _own_license(self.checkpoint),
+            "uri": provenance.get("uri"),
+            "architecture": list(self.checkpoint.declared),
+            "sha256": digest,
+            "files": files,
+        }
+        return {key: value for key, value in record.items() if value is not None}
+
+    def hashed_files(self) -> tuple[Path, ...]:
+        """The files named in the provenance: the weights first."""
+        return (*self.checkpoint.source.files, *self.side_files)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "translator": self.translator.name,
+            "family": self.config.family,
+            "config": self.config.to_json(),
+            "dtype": self.dtype,
+            "output_bytes": self.output_bytes,
+            "peak_bytes": self.peak_bytes,
+            "tensors": [
+                {
+                    "target": tensor.target,
+                    "shape": list(tensor.shape),
+                    "encoding": tensor.encoding,
+                    "bytes": tensor.nbytes,
+                    "sources": list(tensor.rule.sources),
+                    "source_encodings": list(tensor.source_encodings),
+                    "transform": tensor.rule.transform.name,
+                    "action": tensor.action,
+                    "may_round": tensor.may_round,
+                }
+                for tensor in self.tensors
+            ],
+            "ignored": [{"source": name, "reason": reason} for name, reason in self.checked.ignored],
+            "assets": {name: len(data) for name, data in self.assets.files().items()},
+            "generation": dict(self.assets.generation),
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> Table:
+        """The plan as a table for people; ignored tensors come last, with their reason."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=f"{self.translator.title} → {self.config.family}", title_justify="left")
+        for heading in ("target", "shape", "encoding", "source", "stored as", "transform"):
+            table.add_column(heading, overflow="fold")
+        table.add_column("bytes", justify="right")
+        for tensor in self.tensors:
+            # Names come from the file: Text keeps them from being read as markup.
+            cells = (
+                tensor.target,
+                "×".join(map(str, tensor.shape)),
+                tensor.encoding,
+                ", ".join(tensor.rule.sources),
+                ", ".join(dict.fromkeys(tensor.source_encodings)),
+                tensor.rule.transform.name,
+                f"{tensor.nbytes:,}",
+            )
+            table.add_row(*(Text(cell) for cell in cells))
+        for name, reason in self.checked.ignored:
+            table.add_row("(ignored)", "", "", Text(name), "", Text(reason), "")
+        return table
+
+    def close(self) -> None:
+        """Close the source, if :func:`plan` opened it."""
+        if self.owns_source:
+            self.checkpoint.source.close()
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def plan(
+    source: WeightSource | Path | str, arch: str = "auto", dtype: str = "keep", *, with_tokenizer: bool = True
+) -> Plan:
+    """Plan the conversion of a checkpoint.
+
+    Args:
+        source: a file or folder, or an opened source (which stays open).
+        arch: a translator's name, or ``"auto"`` to go by what the checkpoint declares.
+        dtype: ``"keep"``, or the dense type of every weight: ``"f32"``, ``"f16"``, ``"bf16"``. With
+        ``"keep"``, Q8_0
+            and Q4_0 weights become Q8 and Q4 without loss, and other block encodings become f16.
+        with_tokenizer: ``False`` to leave tokenizer and chat template out.
+
+    Raises:
+        UsageError: an unknown ``arch`` or ``dtype``, or no such file.
+        FormatError: a damaged file.
+        TranslationError: an unsupported architecture or feature; tensors that are missing, unexpected or
+        misshapen. TokenizerError: a tokenizer that cannot be carried over exactly.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype[:32]!r}; known: {', '.join(DTYPES)}")
+    opened = source if isinstance(source, WeightSource) else open_source(source)
+    try:
+        checkpoint = open_checkpoint(opened)
+        refuse_packed(checkpoint)
+        translator = choose(checkpoint, arch)
+        translation = translator.translate(checkpoint)
+        checked = check(checkpoint, translation, dtype)
+        rows = translation.config.vocab_size
+        side_files: tuple[Path, ...] = ()
+        if checkpoint.naming == "gguf":
+            assets = gguf_assets(checkpoint, rows, with_tokenizer)
+        else:
+            assets, read = hf_assets(checkpoint, rows, with_tokenizer)
+            assert checkpoint.folder is not None
+            side_files = (checkpoint.folder / "config.json", *read)
+        return Plan(
+            checkpoint,
+            translator,
+            translation,
+            checked,
+            assets,
+            dtype,
+            side_files,
+            owns_source=opened is not source,
+        )
+    except BaseException:
+        if opened is not source:
+            opened.close()
+        raise
+
+
+def _own_name(checkpoint: Checkpoint) -> str:
+    if checkpoint.naming == "gguf":
+        name = checkpoint.config.get("general.name")
+        if isinstance(name, str) and name:
+            return name[:256]
+    path = checkpoint.folder or checkpoint.source.path
+    return path.resolve().name
+
+
+def _own_license(checkpoint: Checkpoint) -> str | None:
+    """The licence that the checkpoint itself states: GGUF metadata, or the front matter of a model card."""
+    if checkpoint.naming == "gguf":
+        value = checkpoint.config.get("general.license")
+        return value[:256] if isinstance(value, str) and value else None
+    card = (checkpoint.folder or Path()) / "README.md"
+    if not card.is_file():
+        return None
+    lines = read_small(card, 16 << 20).decode("utf-8", "replace").splitlines()
+    if not lines or lines[0].strip() != "---":
+        return None
+    for line in lines[1:200]:
+        if line.strip() == "---":
+            break
+        key, _, value = line.partition(":")
+        if key == "license" and value.strip():
+            return value.strip().strip("\"'")[:256]
+    return None
