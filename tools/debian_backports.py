@@ -48,6 +48,8 @@ def _one_line(text: str) -> Iterator[dict[str, str]]:
         if match is None:
             continue
         options, uri, suite, components = match.groups()
+        if uri.startswith("cdrom:"):
+            continue
         fields = {"URIs": uri, "Suites": suite, "Components": components.strip()}
         for option in (options or "").split():
             name, _, value = option.partition("=")
