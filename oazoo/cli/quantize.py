@@ -1,0 +1,100 @@
+"""Pack a model's weights to 4 or 8 bits on the Vulkan device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from oazoo.cli.common import (
+    emit_json,
+    emit_table,
+    format_bytes,
+    format_duration,
+    json_option,
+    progress_bar,
+    quiet_option,
+    say,
+)
+from oazoo.zoo.quantize import TARGETS, QuantizeReport, quantize
+
+
+@click.command()
+@click.argument("source", metavar="IN.oam", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", metavar="OUT.oam", required=True, type=click.Path(path_type=Path), help="File to write."
+)
+@click.option("--to", required=True, type=click.Choice(TARGETS), help="q4: 5.0 bits a weight; q8: 9.0.")
+@click.option(
+    "--keep", multiple=True, metavar="PATTERN", help="Leave tensors dense whose names match (shell style)."
+)
+@click.option(
+    "--allow-nonfinite", is_flag=True, help="Pack NaN and infinities as 0 instead of refusing them."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Show what would be done and how large the result is; write nothing."
+)
+@click.option("--force", is_flag=True, help="Replace OUT.oam if it exists.")
+@json_option
+@quiet_option
+def command(
+    source: Path,
+    output: Path,
+    to: str,
+    keep: tuple[str, ...],
+    allow_nonfinite: bool,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Pack the dense weights of IN.oam (f32, f16, bf16; 2 or more dimensions) into blocks of 4 or 8 bits.
+
+    The packing kernels run on the Vulkan device (OAZOO_DEVICE); the bits are the same on every device and are those of
+    the format's own encoder. Everything else in the file is carried over; the optimizer's state is dropped.
+    """
+    with progress_bar() as progress:
+        report = quantize(
+            source,
+            output,
+            to,
+            keep=keep,
+            allow_nonfinite=allow_nonfinite,
+            overwrite=force,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    if as_json:
+        emit_json(report.to_json())
+    elif dry_run:
+        _show_plan(report)
+    for what in report.dropped:
+        say(f"not carried over: {what}")
+    if not dry_run:
+        say(
+            f"{output}: {format_bytes(report.source_bytes)} → {format_bytes(report.output_bytes)} in "
+            f"{format_duration(report.seconds)} on {report.device} "
+            f"({report.packed_bytes / max(report.seconds, 1e-9) / 1e9:.2f} GB/s of dense weights)"
+        )
+
+
+def _show_plan(report: QuantizeReport) -> None:
+    rows = [
+        (
+            t.name,
+            "×".join(map(str, t.shape)) or "scalar",
+            t.source,
+            t.target,
+            format_bytes(t.bytes_before),
+            format_bytes(t.bytes_after),
+            t.reason,
+        )
+        for t in report.tensors
+    ]
+    emit_table(
+        ["tensor", "shape", "from", "to", "before", "after", "kept because"],
+        rows,
+        right=["before", "after"],
+    )
+    say(
+        f"{report.source}: {report.source_bytes:,} bytes → {report.output}: {report.output_bytes:,} bytes; not written"
+    )

@@ -1,0 +1,268 @@
+"""Packing a model's weights to Q4 or Q8 on the device, file to file, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo import __version__
+from oazoo.errors import FormatError, OazooError, UsageError
+from oazoo.formats.atomic import check_output
+from oazoo.formats.detect import open_source
+from oazoo.formats.oam import OamSource
+from oazoo.formats.oam_layout import CARRIED_ASSET
+from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.formats.source import SourceTensor
+
+if TYPE_CHECKING:
+    from oazoo.runtime import Device
+
+TARGETS = ("q4", "q8")
+#: Dense types that are packed; anything else of rank 2 or more stays as it is and is listed.
+_PACKED_TYPES = ("f32", "f16", "bf16")
+#: Elements that go through the device at a time: whole blocks, 16 MB of f32.
+CHUNK_ELEMENTS = 4 << 20
+
+
+class Progress(Protocol):
+    """How long work reports: a label, and how much of what total is done."""
+
+    def __call__(self, label: str, done: int, total: int | None, unit: str = "bytes") -> None: ...
+
+
+@dataclass(frozen=True)
+class TensorQuantization:
+    """What happens to one tensor: encodings before and after, bytes before and after, and why if it is kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    target: str
+    bytes_before: int
+    bytes_after: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """The plan and outcome of packing one file. Sizes are bytes; ``seconds`` is 0 for a plan that was not run."""
+
+    source: str
+    output: str
+    target: str
+    tensors: tuple[TensorQuantization, ...]
+    source_bytes: int
+    output_bytes: int
+    dropped: tuple[str, ...]
+    device: str = ""
+    seconds: float = 0.0
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of dense values that went through the packing kernels."""
+        return sum(t.bytes_before for t in self.tensors if t.target == self.target)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        rows = [{**t.__dict__, "shape": list(t.shape)} for t in self.tensors]
+        return {**self.__dict__, "tensors": rows, "dropped": list(self.dropped)}
+
+
+@dataclass
+class _Work:
+    source: OamSource
+    target: str
+    device: Device
+    allow_nonfinite: bool
+    progress: Progress | None
+    total: int
+    done: int = field(default=0)
+
+    def stream(self, tensor: SourceTensor) -> Iterator[npt.NDArray[Any]]:
+        """The packed bytes of a tensor: its codes piece by piece, then its scales."""
+        from oazoo.runtime import Tensor
+        from oazoo.runtime.ops.pack import pack
+
+        scales = []
+        chunk_elements = min(CHUNK_ELEMENTS, self.device.allocator.max_buffer_bytes // 8 // 32 * 32)
+        start = 0
+        for chunk in tensor.chunks(max(32, chunk_elements)):
+            if not self.allow_nonfinite:
+                _refuse_nonfinite(tensor.info.name, chunk, start)
+            start += chunk.size
+            codes, scale = pack(Tensor.from_numpy(self.device, chunk), self.target).planes()
+            yield codes.numpy()
+            scales.append(scale.numpy())
+            self.done += chunk.nbytes
+            if self.progress is not None:
+                self.progress("packing", self.done, self.total)
+        yield from scales
+
+
+def _refuse_nonfinite(name: str, chunk: npt.NDArray[Any], start: int) -> None:
+    finite = np.isfinite(chunk)
+    if not finite.all():
+        first = int(np.argmin(finite))
+        raise FormatError(
+            f"tensor {name!r} holds values that are not finite: {int(chunk.size - finite.sum())} from element "
+            f"{start + first} on ({chunk[first]}); they would be packed as 0. Mend the source, or allow it "
+            "(--allow-nonfinite)"
+        )
+
+
+def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[TensorQuantization]:
+    """What packing would do with each weight.
+
+    Dense f32, f16 and bf16 tensors of rank 2 and more are packed, as OA does; the rest, and what a pattern of ``keep``
+    matches (shell style, on the whole name), stays as it is.
+
+    Raises:
+        UsageError: an unknown target, a pattern that matches nothing, or nothing to pack.
+        FormatError: the source is quantised already.
+    """
+    if target not in TARGETS:
+        raise UsageError(f"unknown target {target!r}; there are {', '.join(TARGETS)}")
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in source):
+            raise UsageError(
+                f"--keep {pattern!r} matches no tensor of {source.path}; `oazoo inspect` lists them"
+            )
+    quantised = [t.info for t in source.values() if t.info.encoding in TARGETS]
+    if quantised:
+        raise FormatError(
+            f"{source.path} is quantised already: {len(quantised)} tensors, the first is {quantised[0].name} "
+            f"({quantised[0].encoding}). Packing it again would add the errors up; quantize the dense model"
+        )
+    return [_plan_tensor(tensor, target, keep) for tensor in source.values()]
+
+
+def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> TensorQuantization:
+    from oazoo.formats import encodings
+
+    info = tensor.info
+    reason = ""
+    if any(fnmatchcase(info.name, pattern) for pattern in keep):
+        reason = "asked to keep"
+    elif len(info.shape) < 2:
+        reason = "fewer than 2 dimensions"
+    elif info.encoding not in _PACKED_TYPES:
+        reason = f"{info.encoding} is not packed"
+    elif info.numel == 0:
+        reason = "no elements"
+    after = info.nbytes if reason else encodings.get(target).bytes_for(info.shape)
+    kind = info.encoding if reason else target
+    return TensorQuantization(info.name, info.shape, info.encoding, kind, info.nbytes, after, reason)
+
+
+def quantize(
+    source: str | Path,
+    output: str | Path,
+    to: str,
+    *,
+    keep: Sequence[str] = (),
+    allow_nonfinite: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    device: Device | None = None,
+) -> QuantizeReport:
+    """Pack the weights of an `.oam` file to Q4 or Q8 with the device's packing kernels.
+
+    Tensors stream through the device in chunks, so device memory and host memory stay bounded whatever the model's size;
+    the output appears under its name only when it is complete.
+
+    Args:
+        source: a dense `.oam` file.
+        output: the file to write.
+        to: ``q4`` (5 bits a weight with its scale) or ``q8`` (9 bits).
+        keep: shell-style patterns of tensor names to leave dense.
+        allow_nonfinite: pack NaN and infinities as 0 instead of refusing them.
+        overwrite: replace an existing output.
+        dry_run: plan and check only; nothing is written and no device is needed.
+        progress: called with how far packing has come.
+        device: where to pack; the default device if None.
+
+    Raises:
+        UsageError: see :func:`plan`; or the output exists.
+        FormatError: the source is damaged, quantised already, not an `.oam`, or holds non-finite values.
+        DeviceError: no usable device, or out of its memory.
+    """
+    with open_source(source) as opened:
+        if not isinstance(opened, OamSource):
+            raise FormatError(
+                f"{source} is a {opened.format} file; quantize packs .oam files: oazoo convert {source} -o MODEL.oam"
+            )
+        steps = plan(opened, to, keep)
+        if not any(step.target == to and not step.reason for step in steps):
+            raise UsageError(f"nothing in {source} would be packed; `oazoo inspect` lists its tensors")
+        check_output(output, overwrite=overwrite)
+        entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
+        entries += [
+            OamEntry(name, t.info.shape, t.info.encoding, "state")
+            for name, t in opened.state.items()
+            if name != CARRIED_ASSET
+        ]
+        writer = OamWriter(
+            output,
+            config=replace(opened.config, payload=_payload(opened, to, keep)),
+            entries=entries,
+            progress=opened.progress,
+            overwrite=overwrite,
+        )
+        dropped = ("the optimizer's state",) if opened.optimizer is not None else ()
+        report = QuantizeReport(
+            source=str(source),
+            output=str(output),
+            target=to,
+            tensors=tuple(steps),
+            source_bytes=opened.path.stat().st_size,
+            output_bytes=writer.size,
+            dropped=dropped,
+        )
+        return report if dry_run else _run(report, opened, writer, allow_nonfinite, progress, device)
+
+
+def _run(
+    report: QuantizeReport,
+    source: OamSource,
+    writer: OamWriter,
+    allow_nonfinite: bool,
+    progress: Progress | None,
+    device: Device | None,
+) -> QuantizeReport:
+    from oazoo.runtime import get_device
+
+    start = time.perf_counter()
+    work = _Work(
+        source, report.target, device or get_device(), allow_nonfinite, progress, report.packed_bytes
+    )
+    with writer:
+        for step in report.tensors:
+            tensor = source[step.name]
+            try:
+                writer.write(step.name, tensor.raw() if step.reason else work.stream(tensor))
+            except OazooError as error:
+                if str(source.path) not in str(error):
+                    raise type(error)(f"{source.path}: {error}") from error
+                raise
+        for name, state in source.state.items():
+            if name != CARRIED_ASSET:
+                writer.write(name, state.raw())
+    return replace(report, device=work.device.info.name, seconds=time.perf_counter() - start)
+
+
+def _payload(source: OamSource, target: str, keep: Sequence[str]) -> bytes:
+    """The architecture config with a note of what was done; somebody else's config is left alone."""
+    if not source.metadata:
+        return source.config.payload
+    note = {"to": target, "method": "absmax", "keep": list(keep), "tool": f"oazoo {__version__}"}
+    content = {**source.metadata, "quantization": note}
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,173 @@
+"""`oazoo quantize`: files packed on the device, checked against the format's rules and by the independent reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner
+
+from oazoo.cli.main import main
+from oazoo.errors import FormatError, OutputError, UsageError
+from oazoo.formats.oam import OamSource
+from oazoo.formats.oam_layout import OamConfig, OamOptimizer
+from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.zoo import quantize as module
+from oazoo.zoo.quantize import quantize
+
+
+def rule_q8(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """What Q8 makes of values, from the specification: blocks of 32 of the flattened tensor, scale = max / 127."""
+    flat = values.astype(np.float32).reshape(-1)
+    blocks = np.zeros((-(-flat.size // 32), 32), np.float32)
+    blocks.reshape(-1)[: flat.size] = flat
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    scale[scale == 0] = 1
+    return (np.rint(blocks / scale) * scale).reshape(-1)[: flat.size].reshape(values.shape)
+
+
+def rule_q4(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """The same for Q4: scale = max / 7, codes from -7 to 7."""
+    flat = values.astype(np.float32).reshape(-1)
+    blocks = np.zeros((-(-flat.size // 32), 32), np.float32)
+    blocks.reshape(-1)[: flat.size] = flat
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7)
+    scale[scale == 0] = 1
+    return (np.rint(blocks / scale) * scale).reshape(-1)[: flat.size].reshape(values.shape)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    """A file with every dense type, an odd row length, state, an asset, an optimizer, and our kind of config."""
+    rng = np.random.default_rng(0)
+    tensors: dict[str, npt.NDArray[Any]] = {
+        "embed.weight": rng.normal(size=(50, 33)).astype(np.float32),
+        "layers.0.attn.q.weight": rng.normal(size=(7, 64)).astype(np.float16),
+        "layers.0.attn.k.weight": rng.normal(size=(3, 5, 7)).astype(ml_dtypes.bfloat16),
+        "layers.0.norm.weight": rng.normal(size=33).astype(np.float32),
+        "table": rng.integers(0, 9, (4, 4)).astype(np.int32),
+        "wide": rng.normal(size=(2, 3)),
+        "none": np.zeros((0, 4), np.float32),
+        "scalar": np.float32(3).reshape(()),
+    }
+    names = {np.dtype("f4"): "f32", np.dtype("f2"): "f16", np.dtype("i4"): "i32", np.dtype("f8"): "f64"}
+    path = tmp_path / "dense.oam"
+    payload = json.dumps({"oazoo": 1, "family": "none", "source": {"name": "here"}}).encode()
+    entries = [OamEntry(n, a.shape, names.get(a.dtype, "bf16")) for n, a in tensors.items()]
+    entries.append(OamEntry("step", (2,), "f32", "state"))
+    optimizer = OamOptimizer("AdamW", first=np.zeros(4, np.float32), second=np.zeros(4, np.float32))
+    with OamWriter(
+        path,
+        config=OamConfig("test", payload=payload),
+        entries=entries,
+        assets={"tokenizer.json": b"{}"},
+        optimizer=optimizer,
+    ) as writer:
+        for name, array in tensors.items():
+            if array.size:
+                writer.write(name, array)
+        writer.write("step", np.array([1, 2], np.float32))
+    return path
+
+
+@pytest.mark.parametrize(("to", "rule"), [("q8", rule_q8), ("q4", rule_q4)])
+def test_values_are_those_of_the_rule(
+    dense: Path, tmp_path: Path, to: str, rule: Any, oamref: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 64)  # several chunks, the last one short
+    out = tmp_path / "out.oam"
+    report = quantize(dense, out, to)
+    with OamSource(dense) as before:
+        original = {name: tensor.numpy() for name, tensor in before.items()}
+    read = oamref.load(out)  # the independent reader checks every checksum
+    values = {t["name"]: oamref.dense(t) for t in read["weights"]}
+    codes = {t["name"]: t["enc"] for t in read["weights"]}
+    packed = {"embed.weight", "layers.0.attn.q.weight", "layers.0.attn.k.weight"}
+    assert {name for name, code in codes.items() if code} == packed
+    for name, array in original.items():
+        wanted = rule(array) if name in packed else array
+        assert np.array_equal(values[name], wanted), name
+    assert report.output_bytes == out.stat().st_size
+    assert report.packed_bytes == sum(original[name].nbytes for name in packed)
+    assert "opt" not in read and report.dropped
+    with OamSource(out) as after:
+        assert after.asset("asset/tokenizer.json") == b"{}"
+        assert after.state["step"].numpy().tolist() == [1, 2]
+        assert after.metadata["quantization"]["to"] == to
+        assert after.metadata["source"] == {"name": "here"}
+
+
+def test_keep_dry_run_and_the_predicted_size(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.oam"
+    planned = quantize(dense, out, "q4", keep=["embed*"], dry_run=True)
+    assert not out.exists()
+    done = quantize(dense, out, "q4", keep=["embed*"])
+    assert planned.output_bytes == done.output_bytes == out.stat().st_size
+    assert planned.tensors == done.tensors
+    with OamSource(out) as after:
+        assert after["embed.weight"].info.encoding == "f32"
+        assert after["layers.0.attn.q.weight"].info.encoding == "q4"
+
+
+def test_refusals_leave_nothing_behind(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.oam"
+    with pytest.raises(UsageError, match="'emebd\\*' matches no tensor"):
+        quantize(dense, out, "q4", keep=["emebd*"])
+    with pytest.raises(UsageError, match="unknown target 'q5'"):
+        quantize(dense, out, "q5")
+    with pytest.raises(UsageError, match="would be packed"):
+        quantize(dense, out, "q4", keep=["*"])
+    assert [p.name for p in tmp_path.iterdir()] == ["dense.oam"]
+    quantize(dense, out, "q8")
+    before = out.read_bytes()
+    with pytest.raises(UsageError, match="--force"):
+        quantize(dense, out, "q4")
+    with pytest.raises(FormatError, match="quantised already: 3 tensors"):
+        quantize(out, tmp_path / "again.oam", "q4")
+    assert out.read_bytes() == before
+    with pytest.raises((OutputError, UsageError), match="no-such-folder"):
+        quantize(dense, tmp_path / "no-such-folder" / "x.oam", "q4")
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    path, out = tmp_path / "bad.oam", tmp_path / "out.oam"
+    values = np.ones((4, 40), np.float32)
+    values[1, 2] = np.nan
+    values[3, 0] = np.inf
+    with OamWriter(path, config=OamConfig("test"), entries=[OamEntry("w", (4, 40), "f32")]) as writer:
+        writer.write("w", values)
+    with pytest.raises(FormatError, match="'w' holds values that are not finite: 2 from element 42 on"):
+        quantize(path, out, "q8")
+    assert not out.exists() and len(list(tmp_path.iterdir())) == 1
+    quantize(path, out, "q8", allow_nonfinite=True)
+    with OamSource(out) as after:
+        wanted = np.where(np.isfinite(values), values, 0)
+        assert np.allclose(after["w"].numpy(), wanted, rtol=1e-6)
+
+
+def test_the_command_line(dense: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    out = tmp_path / "größe 🙂.oam"
+    done = runner.invoke(main, ["quantize", str(dense), "-o", str(out), "--to", "q4", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["output_bytes"] == out.stat().st_size
+    shown = runner.invoke(main, ["inspect", str(out)])
+    assert shown.exit_code == 0 and "q4" in shown.stdout and "quantization:" in shown.stdout
+    data = json.loads(runner.invoke(main, ["inspect", str(out), "--json"]).stdout)
+    assert data["encodings"]["q4"]["elements"] == 50 * 33 + 7 * 64 + 3 * 5 * 7
+    assert data["assets"] == {"tokenizer.json": 2}
+    assert runner.invoke(main, ["verify", str(out)]).exit_code == 0
+    damaged = bytearray(out.read_bytes())
+    with OamSource(out) as source:  # a byte under a checksum, not one of the padding
+        raw = source["embed.weight"].raw().tobytes()
+    damaged[damaged.find(raw) + 100] ^= 1
+    out.write_bytes(damaged)
+    verified = runner.invoke(main, ["verify", str(out)])
+    assert isinstance(verified.exception, FormatError) and "Weights is damaged" in str(verified.exception)
+    assert runner.invoke(main, ["quantize", str(dense), "-o", str(out)]).exit_code == 2
