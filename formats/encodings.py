@@ -109,7 +109,7 @@ class Encoding:
 
 
 #: Elements decoded at a time where the result is whole: bounds the temporaries of the block decoders.
-_DECODE_STEP = 1 << 20
+_DECODE_STEP = 1 << 18
 
 _F32: np.dtype[Any] = np.dtype(np.float32)
 

@@ -113,11 +113,11 @@ def _read(file: MappedFile) -> tuple[MappingProxyType[str, Any], dict[str, Mappe
             for key in cursor.keys("__metadata__"):
                 metadata[key] = cursor.string(f"__metadata__[{quoted(key)}]")
             continue
-        entry = cursor.small_object(f"tensor {quoted(name)}")
+        entry = cursor.small_object(name)
         try:
             ranges.append(_entry(name, entry))
         except FormatError as error:
-            raise FormatError(f"{path}: {error}") from error
+            raise FormatError(f"{path}: tensor {quoted(name)}: {error}") from error
     cursor.finish(" ")
     _check_cover(path, ranges, data_size)
     return MappingProxyType(metadata), {
@@ -126,33 +126,29 @@ def _read(file: MappedFile) -> tuple[MappingProxyType[str, Any], dict[str, Mappe
 
 
 def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorInfo]:
-    what = f"tensor {quoted(name)}"
     if not name or len(name) > MAX_NAME or "\0" in name:
-        raise FormatError(f"{what}: a tensor name has 1 to {MAX_NAME} characters, without NUL")
+        raise FormatError(f"a tensor name has 1 to {MAX_NAME} characters, without NUL")
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(
-            f"{what}: has the fields {sorted(entry)}, must have exactly 'data_offsets', 'dtype' and 'shape'"
+            f"has the fields {sorted(entry)}, must have exactly 'data_offsets', 'dtype' and 'shape'"
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"{what}: unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        raise FormatError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if not _is_sizes(shape):
-        raise FormatError(f"{what}: shape {shape!r} is not a list of sizes")
+        raise FormatError(f"shape {shape!r} is not a list of sizes")
     if len(shape) > MAX_RANK:
-        raise FormatError(f"{what}: has {len(shape)} dimensions; at most {MAX_RANK} are read")
+        raise FormatError(f"has {len(shape)} dimensions; at most {MAX_RANK} are read")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        raise FormatError(f"{what}: data_offsets {offsets!r} is not a pair of offsets")
+        raise FormatError(f"data_offsets {offsets!r} is not a pair of offsets")
     begin, end = offsets
     if begin > end:
-        raise FormatError(f"{what}: data_offsets are inverted: begin {begin} lies after end {end}")
+        raise FormatError(f"data_offsets are inverted: begin {begin} lies after end {end}")
     encoding = encodings.get(DTYPES[dtype])
-    try:
-        size = encoding.bytes_for(tuple(shape))
-    except FormatError as error:
-        raise FormatError(f"{what}: {error}") from error
+    size = encoding.bytes_for(tuple(shape))
     if size != end - begin:
         raise FormatError(
-            f"{what}: data_offsets span {end - begin} bytes, but {dtype} of shape {shape} takes {size} bytes"
+            f"data_offsets span {end - begin} bytes, but {dtype} of shape {shape} takes {size} bytes"
         )
     return begin, end, TensorInfo(name, tuple(shape), encoding.name, size)
 

@@ -9,15 +9,32 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from oazoo.errors import FormatError
 from oazoo.formats.messages import quoted
 
+_BLANKS = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {quoted(twice)} comes twice")
+    return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DECODER = json.JSONDecoder()
+_STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
 #: Longest text of one small value (a tensor's entry in a header).
 SMALL = 8192
 
@@ -30,7 +47,7 @@ def decode_utf8(data: bytes, what: str) -> str:
         raise FormatError(f"{what}: is not UTF-8 (byte {error.start})") from error
 
 
-def loads(text: str, what: str, *, limit: int = 1 << 24, depth: int = 64) -> Any:
+def loads(text: str, what: str, *, limit: int = 1 << 24) -> Any:
     """Parse a whole JSON text of at most ``limit`` characters; refuses repeated keys, NaN, and deep nesting.
 
     Raises:
@@ -38,15 +55,8 @@ def loads(text: str, what: str, *, limit: int = 1 << 24, depth: int = 64) -> Any
     """
     if len(text) > limit:
         raise FormatError(f"{what}: {len(text)} characters of JSON; at most {limit} are read")
-    level = deepest = 0
-    for bracket in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text, re.DOTALL):
-        first = bracket.group()[0]
-        level += (first in "[{") - (first in "]}")
-        deepest = max(deepest, level)
-    if deepest > depth:
-        raise FormatError(f"{what}: JSON nested deeper than {depth} levels")
     try:
-        return json.loads(text, object_pairs_hook=_unique(what), parse_constant=_refuse_constant)
+        return _STRICT.decode(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: is not JSON: {error}") from error
 
@@ -79,7 +89,7 @@ class Cursor:
             self.position += 1
             return
         while True:
-            key = self.string(f"{what}: a key")
+            key = self.string("a key")
             if key in seen:
                 raise FormatError(f"{self.what}: {what}: {quoted(key)} comes twice")
             seen.add(key)
@@ -103,21 +113,22 @@ class Cursor:
             raise FormatError(f"{self.what}: {what} holds half of a surrogate pair")
         return value
 
-    def small_object(self, what: str) -> dict[str, Any]:
-        """The object here, of at most :data:`SMALL` characters and without objects inside."""
+    def small_object(self, name: str) -> dict[str, Any]:
+        """The object here, the value of ``name``, of at most :data:`SMALL` characters and without objects inside."""
         if self.peek() != "{":
-            raise FormatError(f"{self.what}: {what} must be an object (character {self.position})")
+            raise FormatError(f"{self.what}: {quoted(name)} must be an object (character {self.position})")
         stop = self.text.find("}", self.position, self.position + SMALL)
         if stop < 0:
-            raise FormatError(f"{self.what}: {what} has no end within {SMALL} characters")
+            raise FormatError(f"{self.what}: {quoted(name)} has no end within {SMALL} characters")
+        entry = self.text[self.position : stop + 1]
         try:
-            value = json.loads(
-                self.text[self.position : stop + 1],
-                object_pairs_hook=_unique(f"{self.what}: {what}"),
-                parse_constant=_refuse_constant,
-            )
+            value, end = _STRICT.raw_decode(entry)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{self.what}: {what}: is not JSON: {error}") from error
+            raise FormatError(f"{self.what}: {quoted(name)}: is not JSON: {error}") from error
+        if end != len(entry):
+            raise FormatError(
+                f"{self.what}: {quoted(name)} has a brace inside (character {self.position + end})"
+            )
         assert isinstance(value, dict)
         self.position = stop + 1
         return value
@@ -129,10 +140,13 @@ class Cursor:
 
     def peek(self) -> str:
         """The next character that is not white space ("" at the end)."""
-        found = _SPACE.match(self.text, self.position)
-        assert found is not None
-        self.position = found.end()
-        return self.text[self.position : self.position + 1]
+        here = self.text[self.position : self.position + 1]
+        if here in _BLANKS:
+            found = _SPACE.match(self.text, self.position)
+            assert found is not None
+            self.position = found.end()
+            here = self.text[self.position : self.position + 1]
+        return here
 
     def _expect(self, character: str, what: str) -> None:
         found = self.peek()
@@ -141,22 +155,6 @@ class Cursor:
                 f"{self.what}: {what}: expected {character!r} at character {self.position}, found {found or 'the end'!r}"
             )
         self.position += 1
-
-
-def _unique(what: str) -> Any:
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise FormatError(f"{what}: key {quoted(key)} comes twice")
-            result[key] = value
-        return result
-
-    return build
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _kind(value: Any) -> str:
