@@ -32,7 +32,7 @@ def command(as_json: bool) -> None:
                 "stored": manifest is not None,
                 "size": manifest.nbytes if manifest else None,
                 "path": str(store.entry_of(manifest)) if manifest else None,
-                "source": source_text(manifest) if manifest else card.sources[0].ref.public,
+                "source": source_text(manifest) if manifest else card.sources[0].ref.full,
             }
         )
         if manifest is not None:

@@ -69,17 +69,12 @@ def _record(card: Card | None, manifest: Manifest | None, store: Store) -> dict[
             "context_length": card.context_length,
             "tokenizer": dataclasses.asdict(card.tokenizer),
             "prompt_format": card.prompt_format,
-            "sources": [{**dataclasses.asdict(source), "ref": _ref(source)} for source in card.sources],
+            "sources": [{**dataclasses.asdict(source), "ref": source.ref.full} for source in card.sources],
             "text": card.text,
         }
     if manifest is not None:
         record["stored"] = {**dataclasses.asdict(manifest), "path": str(store.entry_of(manifest))}
     return record
-
-
-def _ref(source: Any) -> str:
-    version = getattr(source.ref, "version", None)
-    return source.ref.public + (f"=={version}" if version else "")
 
 
 def _print_card(card: Card) -> None:
@@ -99,7 +94,7 @@ def _print_card(card: Card) -> None:
             ("context", f"{card.context_length} tokens"),
             ("tokenizer", f"{card.tokenizer.kind}, vocabulary of {card.tokenizer.vocabulary_size}"),
             ("prompt format", card.prompt_format),
-            *((f"source {number}", _ref(source)) for number, source in enumerate(card.sources, 1)),
+            *((f"source {number}", source.ref.full) for number, source in enumerate(card.sources, 1)),
         ],
     )
 

@@ -70,7 +70,7 @@ def pull(
         return _local(parsed.path)
     kept = Store() if store is None else store
     if isinstance(parsed, CardRef):
-        return _pull_card(load_card(parsed.name), kept, progress, tell)
+        return pull_card(load_card(parsed.name), kept, progress, tell)
     stated = CardSource(parsed)
     return _pull_single(source_for(stated, tell), kept, progress, tell)
 
@@ -123,7 +123,10 @@ def _local(path: Path) -> PulledModel:
     )
 
 
-def _pull_card(card: Card, store: Store, progress: Progress, notify: Notify) -> PulledModel:
+def pull_card(
+    card: Card, store: Store, progress: Progress = no_progress, notify: Notify = _LOG.warning
+) -> PulledModel:
+    """As :func:`pull`, for a card that need not be one of the zoo (see :func:`oazoo.zoo.cards.parse_card`)."""
     found = stored_card(card, store)
     if found is not None:
         return _pulled(found, store, name=card.name)
@@ -192,7 +195,7 @@ def _fetch(resolved: Resolved, store: Store, progress: Progress, card: Card | No
         source=resolved.source,
         requested=resolved.requested,
         revision=resolved.revision,
-        license=fetched.license or (card.license if card is not None else None),
+        license=card.license if card is not None else fetched.license,
         entry=fetched.entry,
         files=fetched.files,
         archive_sha256=fetched.archive_sha256,

@@ -40,6 +40,11 @@ class HubRef:
         return f"hf:{self.repo}" + (f"/{self.file}" if self.file else "")
 
     @property
+    def full(self) -> str:
+        """The reference with its revision, as a user writes it."""
+        return self.public + (f"@{self.revision}" if self.revision else "")
+
+    @property
     def pinned(self) -> bool:
         """Whether the revision is a full commit hash, so that nothing on the Hub can change what it means."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
@@ -57,6 +62,11 @@ class WheelRef:
         """The reference without its version, e.g. ``pypi:some-model`` (name normalized as in PEP 503)."""
         return f"pypi:{self.name}"
 
+    @property
+    def full(self) -> str:
+        """The reference with its version, as a user writes it."""
+        return self.public + (f"=={self.version}" if self.version else "")
+
 
 @dataclass(frozen=True, slots=True)
 class UrlRef:
@@ -69,6 +79,11 @@ class UrlRef:
     def public(self) -> str:
         """The address without user, password, query and fragment: fit for messages and manifests."""
         return redact(self.url)
+
+    @property
+    def full(self) -> str:
+        """The same: what distinguishes addresses may be secret."""
+        return self.public
 
     @property
     def filename(self) -> str:

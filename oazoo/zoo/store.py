@@ -244,6 +244,7 @@ class Store:
                 (folder / file.path).replace(target)
             with (fresh / "manifest.json").open("w", encoding="utf-8") as out:
                 json.dump(manifest.to_json(), out, indent=2, ensure_ascii=False)
+                out.write("\n")
                 out.flush()
                 os.fsync(out.fileno())
             final.parent.mkdir(parents=True, exist_ok=True)
