@@ -67,6 +67,13 @@ def command(
         emit_json(report.to_json())
     elif dry_run:
         _show_plan(report)
+    already = [t for t in report.tensors if t.reason.startswith("already")]
+    if already:
+        say(
+            f"quantised already, carried over as they are: {len(already)} tensors ({already[0].name}, …)"
+            if len(already) > 1
+            else f"quantised already, carried over as it is: {already[0].name} ({already[0].source})"
+        )
     for what in report.dropped:
         say(f"not carried over: {what}")
     if not dry_run:

@@ -122,11 +122,12 @@ def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[Tenso
     """What packing would do with each weight.
 
     Dense f32, f16 and bf16 tensors of rank 2 and more are packed, as OA does; the rest, and what a pattern of ``keep``
-    matches (shell style, on the whole name), stays as it is.
+    matches (shell style, on the whole name), stays as it is. So do tensors that are quantised already (an importer may have
+    taken some over without loss): packing them again would add the errors up.
 
     Raises:
         UsageError: an unknown target, a pattern that matches nothing, or nothing to pack.
-        FormatError: the source is quantised already.
+        FormatError: the source is quantised already and has nothing dense left.
     """
     if target not in TARGETS:
         raise UsageError(f"unknown target {target!r}; there are {', '.join(TARGETS)}")
@@ -135,13 +136,15 @@ def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[Tenso
             raise UsageError(
                 f"--keep {pattern!r} matches no tensor of {source.path}; `oazoo inspect` lists them"
             )
-    quantised = [t.info for t in source.values() if t.info.encoding in TARGETS]
-    if quantised:
+    steps = [_plan_tensor(tensor, target, keep) for tensor in source.values()]
+    already = [step for step in steps if step.source in TARGETS]
+    if already and all(step.reason for step in steps):
         raise FormatError(
-            f"{source.path} is quantised already: {len(quantised)} tensors, the first is {quantised[0].name} "
-            f"({quantised[0].encoding}). Packing it again would add the errors up; quantize the dense model"
+            f"{source.path} is quantised already: {len(already)} tensors, the first is {already[0].name} "
+            f"({already[0].source}), and nothing dense is left. Packing it again would add the errors up; quantize the dense "
+            "model"
         )
-    return [_plan_tensor(tensor, target, keep) for tensor in source.values()]
+    return steps
 
 
 def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> TensorQuantization:
@@ -151,6 +154,8 @@ def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> Tens
     reason = ""
     if any(fnmatchcase(info.name, pattern) for pattern in keep):
         reason = "asked to keep"
+    elif info.encoding in TARGETS:
+        reason = f"already {info.encoding}"
     elif len(info.shape) < 2:
         reason = "fewer than 2 dimensions"
     elif info.encoding not in _PACKED_TYPES:
@@ -180,7 +185,7 @@ def quantize(
     the output appears under its name only when it is complete.
 
     Args:
-        source: a dense `.oam` file.
+        source: an `.oam` file with dense weights.
         output: the file to write.
         to: ``q4`` (5 bits a weight with its scale) or ``q8`` (9 bits).
         keep: shell-style patterns of tensor names to leave dense.

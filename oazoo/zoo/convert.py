@@ -1,0 +1,88 @@
+"""From a name, URI or path to an `.oam` file: fetch, then translate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from oazoo.translators.convert import ConversionReport, Progress
+from oazoo.translators.convert import convert as translate
+from oazoo.translators.plan import Plan, plan
+from oazoo.zoo.pull import PulledModel, pull
+
+
+def provenance_of(pulled: PulledModel) -> dict[str, Any]:
+    """What a conversion records about where its source came from; nothing of this machine's paths."""
+    known: dict[str, Any] = {"files": {Path(name).name: digest for name, digest in pulled.sha256s.items()}}
+    if pulled.sha256s:  # it came through the store, so its origin is known
+        known |= {
+            "name": pulled.name,
+            "uri": pulled.source,
+            "revision": pulled.revision,
+            "license": pulled.license,
+        }
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def convert(
+    source: str | Path,
+    output: str | Path,
+    *,
+    arch: str = "auto",
+    dtype: str = "keep",
+    overwrite: bool = False,
+    with_tokenizer: bool = True,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> ConversionReport:
+    """Translate a model into an `.oam` file.
+
+    Args:
+        source: a path, a name of the zoo, or a URI (see :func:`oazoo.zoo.pull.pull`).
+        output: the file to write; it appears only when complete.
+        arch: a translator's name, or ``auto`` to go by what the checkpoint says.
+        dtype: ``keep``, ``f32``, ``f16`` or ``bf16``. ``keep`` leaves dense tensors as they are, re-encodes quantised ones
+            without loss where the format can (Q8_0 → q8, Q4_0 → q4), and makes the others f16.
+        overwrite: replace an existing output.
+        with_tokenizer: carry tokenizer and chat template.
+        progress: called with how far the work has come.
+        notify: called with a line for each thing worth knowing about a download.
+
+    Raises:
+        OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind.
+    """
+    pulled = fetch(source, progress, notify)
+    return translate(
+        pulled.path,
+        output,
+        arch=arch,
+        dtype=dtype,
+        overwrite=overwrite,
+        progress=progress,
+        provenance=provenance_of(pulled),
+        with_tokenizer=with_tokenizer,
+    )
+
+
+def plan_conversion(
+    source: str | Path,
+    *,
+    arch: str = "auto",
+    dtype: str = "keep",
+    with_tokenizer: bool = True,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> Plan:
+    """The checked plan of a conversion, for ``--dry-run``; close it."""
+    return plan(fetch(source, progress, notify).path, arch, dtype, with_tokenizer=with_tokenizer)
+
+
+def fetch(
+    source: str | Path, progress: Progress | None = None, notify: Callable[[str], None] | None = None
+) -> PulledModel:
+    """:func:`oazoo.zoo.pull.pull` with optional arguments."""
+    options: dict[str, Any] = {"notify": notify}
+    if progress is not None:
+        options["progress"] = progress
+    return pull(str(source), **options)
