@@ -1,0 +1,333 @@
+"""TextModel: a language model with its tokenizer and chat template. This is what ``oazoo.load`` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.errors import GenerationError, TokenizerError, UsageError
+from oazoo.generation.engine import TextStream
+from oazoo.generation.protocol import LanguageModel, Session
+from oazoo.generation.result import GenerationResult, Timings
+from oazoo.generation.sampling import Sampler, SamplingSettings
+from oazoo.text import BaseTokenizer, ChatTemplate, StreamDecoder
+from oazoo.text.streaming import ByteStreamDecoder
+
+#: Length limit of an answer when none is asked for.
+DEFAULT_MAX_TOKENS = 512
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TextModel:
+    """A model that takes and gives text.
+
+    ``model`` computes; ``tokenizer`` and ``chat_template`` (its jinja2 source) may be missing, then only ids,
+    or only raw prompts, can be used. ``generation`` are the model's own settings: ``eos_ids``, and defaults
+    for what :class:`SamplingSettings` has. ``info`` is told on (name, path, ``load_s`` …); :attr:`config` is
+    its ``config``.
+
+    Example::
+
+        model = oazoo.load("smollm2-135m-instruct")
+        print(model.generate("What is the capital of France?", temperature=0).text)
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: BaseTokenizer | None = None,
+        chat_template: str | None = None,
+        generation: Mapping[str, Any] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.generation = dict(generation or {})
+        self.info = dict(info or {})
+        self._tokenizer = tokenizer
+        own = tokenizer.eos_ids if tokenizer is not None else ()
+        listed = self.generation.get("eos_ids") or ()
+        self.eos_ids: frozenset[int] = frozenset(own).union([listed] if isinstance(listed, int) else listed)
+        self.chat_template: ChatTemplate | None = None
+        if chat_template is not None:
+            self.chat_template = self.make_template(chat_template)
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    @property
+    def tokenizer(self) -> BaseTokenizer:
+        """The tokenizer; :class:`TokenizerError` when the model has none."""
+        if self._tokenizer is None:
+            raise TokenizerError(
+                f"{self.name} has no tokenizer, so it takes no text. Convert it again from a folder that has its "
+                f"tokenizer.json, or give token ids: generate(ids=[…])."
+            )
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model can take text."""
+        return self._tokenizer is not None
+
+    @property
+    def config(self) -> Any:
+        """The architecture's typed configuration, as the loader put it into ``info``."""
+        return self.info.get("config")
+
+    @property
+    def name(self) -> str:
+        """What to call the model in a message."""
+        return str(self.info.get("name") or "the model")
+
+    def make_template(self, source: str) -> ChatTemplate:
+        """A chat template for this model's vocabulary: it knows ``bos_token`` and ``eos_token``."""
+        tokens: dict[str, str] = {}
+        tokenizer = self._tokenizer
+        if tokenizer is not None:
+            first_eos = next(iter(tokenizer.eos_ids), min(self.eos_ids, default=None))
+            for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", first_eos)):
+                token = tokenizer.token(token_id) if token_id is not None else None
+                if token is not None:
+                    tokens[name] = token
+        return ChatTemplate(source, tokens)
+
+    # ---------------------------------------------------------------------------------------------- prompts
+
+    def encode_messages(
+        self, messages: Messages, *, template: ChatTemplate | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The prompt ids of a conversation, through the chat template.
+
+        Names of control tokens in the template's output become those tokens; one that the vocabulary lacks is
+        an error when the template wrote it, and plain text when a message has it. A beginning token comes
+        first exactly once.
+        """
+        template = template or self.chat_template
+        if template is None:
+            raise TokenizerError(
+                f"{self.name} has no chat template, so it cannot be talked to. Give one with --template FILE "
+                f"(template=…), or continue a text as it is with 'oazoo generate --raw' (raw=True)."
+            )
+        text = template.render(messages, add_generation_prompt=add_generation_prompt)
+        said = set().union(*(self.tokenizer.control_tokens_in(m["content"]) for m in messages))
+        self.tokenizer.check_special(text, ignore=said)
+        return self.tokenizer.encode_prompt(text)
+
+    def encode_text(self, text: str, *, allow_special: bool = True) -> list[int]:
+        """The prompt ids of a text that is to be continued as it is."""
+        if not text:
+            raise GenerationError("the prompt is empty: there is nothing to continue. Give some text.")
+        if allow_special:
+            self.tokenizer.check_special(text)
+        return self.tokenizer.encode_prompt(text, allow_special=allow_special)
+
+    def prompt_ids(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        ids: Sequence[int] | None = None,
+        system: str | None = None,
+        raw: bool = False,
+        template: ChatTemplate | None = None,
+        allow_special: bool = True,
+    ) -> tuple[list[int], bool]:
+        """The prompt's ids, and whether the answer continues the prompt's text (as against being a text of
+        its own).
+
+        Exactly one of ``prompt``, ``messages`` and ``ids`` must be given. A ``prompt`` is a user's message
+        when there is a chat template, and a text to continue when there is none or with ``raw``.
+        """
+        if sum(x is not None for x in (prompt, messages, ids)) != 1:
+            raise UsageError("give exactly one of a prompt, messages and ids")
+        if ids is not None:
+            return self._checked(ids), True
+        template = template or self.chat_template
+        if messages is None and (raw or template is None):
+            if system is not None:
+                why = "with --raw" if raw else f"because {self.name} has no chat template"
+                raise UsageError(f"a system message cannot be used {why}")
+            return self._checked(self.encode_text(prompt or "", allow_special=allow_special)), True
+        if raw:
+            raise UsageError("messages cannot be raw: they go through the chat template")
+        if messages is None:
+            if not (prompt or "").strip():
+                raise GenerationError("the prompt is empty: there is nothing to answer. Give some text.")
+            messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        return self._checked(self.encode_messages(messages, template=template)), False
+
+    def _checked(self, ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
+        array = np.asarray(ids)
+        if array.ndim != 1 or not array.size:
+            raise GenerationError("the prompt is empty: it has no tokens")
+        if array.dtype.kind not in "iu":
+            raise UsageError(f"token ids must be integers, not {array.dtype}")
+        self._check_range(array)
+        return [int(i) for i in array]
+
+    def _check_range(self, ids: npt.NDArray[Any]) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.model.vocab_size:
+            raise GenerationError(
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of {self.model.vocab_size}: the "
+                f"tokenizer and the model do not belong together"
+            )
+
+    # ------------------------------------------------------------------------------------------- generation
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        ids: Sequence[int] | None = None,
+        system: str | None = None,
+        raw: bool = False,
+        template: ChatTemplate | None = None,
+        allow_special: bool = True,
+        **settings: Any,
+    ) -> TextStream:
+        """An iterator over the pieces of the answer as they come; its ``result`` is complete at the end.
+
+        Arguments as for :meth:`generate`. Everything is checked before this returns; the model runs as it is
+        read.
+        """
+        made = SamplingSettings.make(self.generation, **settings)
+        chosen, continues = self.prompt_ids(
+            prompt,
+            messages=messages,
+            ids=ids,
+            system=system,
+            raw=raw,
+            template=template,
+            allow_special=allow_special,
+        )
+        max_tokens = self.room_for(len(chosen), made.max_tokens)
+        session = self.model.new_session(len(chosen) + max_tokens)
+        return self.run(session, chosen, made, max_tokens=max_tokens, continues=continues)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        ids: Sequence[int] | None = None,
+        system: str | None = None,
+        raw: bool = False,
+        template: ChatTemplate | None = None,
+        allow_special: bool = True,
+        **settings: Any,
+    ) -> GenerationResult:
+        """Answer, or continue, a prompt.
+
+        ``prompt`` is a user's message if the model has a chat template (or ``template`` is given); else, or
+        with ``raw``, a text to continue. In its place: ``messages``, a list of ``{"role": …, "content": …}``,
+        or token ``ids``. ``system`` is put before the conversation. ``allow_special=False`` reads names of
+        control tokens in a raw prompt as plain text. ``settings`` are those of :class:`SamplingSettings`.
+
+        Raises :class:`GenerationError` (an empty prompt, one too long for the context, logits that are not
+        finite), :class:`TokenizerError` (no tokenizer or template, an unknown special token) or
+        :class:`UsageError` (settings that mean nothing), the model not having run except in the case of the
+        logits.
+        """
+        with self.stream(
+            prompt, messages=messages, ids=ids, system=system, raw=raw, template=template,
+            allow_special=allow_special, **settings,
+        ) as stream:  # fmt: skip
+            for _ in stream:
+                pass
+            return stream.result
+
+    def room_for(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """How many tokens may be made after a prompt; :class:`GenerationError` when they do not fit the
+        context.
+        """
+        context = self.model.max_positions
+        room = context - prompt_tokens
+        if room < 1:
+            raise GenerationError(
+                f"the prompt has {prompt_tokens} tokens, but {self.name} has a context of {context}, which must also hold "
+                f"the answer. Shorten the prompt by at least {1 - room} tokens."
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise GenerationError(
+                f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}, together "
+                f"{prompt_tokens + max_tokens}, but {self.name} has a context of {context}. Use --max-tokens {room} or "
+                f"less, or a shorter prompt."
+            )
+        return min(room, DEFAULT_MAX_TOKENS) if max_tokens is None else max_tokens
+
+    def run(
+        self,
+        session: Session,
+        ids: Sequence[int],
+        settings: SamplingSettings,
+        *,
+        max_tokens: int,
+        continues: bool,
+        reused: int = 0,
+        release: Callable[[Session, bool], None] | None = None,
+    ) -> TextStream:
+        """The stream of an answer in a given session that holds the first ``reused`` of ``ids`` already."""
+        result = GenerationResult(
+            prompt_ids=list(ids),
+            reused_tokens=reused,
+            timings=Timings(load_s=float(self.info.get("load_s") or 0.0)),
+        )
+        special_stops: list[int] = []
+        decoder: StreamDecoder = ByteStreamDecoder(lambda *_: None)  # ids only: no text comes out
+        if self._tokenizer is not None:
+            decoder = self._tokenizer.stream(after=ids if continues else ())
+            known = self._tokenizer.special_tokens
+            special_stops = [known[text] for text in settings.stop if text in known]
+        return TextStream(
+            session,
+            Sampler(settings),
+            decoder,
+            result,
+            max_tokens=max_tokens,
+            eos_ids=self.eos_ids,
+            stop_ids=special_stops,
+            release=release,
+        )
+
+    def logits(self, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """Logits after each token: ids [tokens] or [batch, tokens] → float32 [..., tokens, vocabulary].
+
+        Each row is a sequence of its own that starts at position 0.
+        """
+        array = np.asarray(ids)
+        if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
+            raise UsageError(
+                f"ids must be whole numbers of shape [tokens] or [batch, tokens] and not empty; these are {array.dtype} "
+                f"of shape {list(array.shape)}"
+            )
+        self._check_range(array)
+        if array.shape[-1] > self.model.max_positions:
+            raise GenerationError(
+                f"{array.shape[-1]} tokens do not fit the context of {self.model.max_positions} that {self.name} has"
+            )
+        rows = array.astype(np.int32)
+        if rows.ndim == 1:
+            return self.model.logits(rows)
+        return np.stack([self.model.logits(row) for row in rows])
+
+    def close(self) -> None:
+        """Give the model's device memory back, if it has a way to."""
+        close = getattr(self.model, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
