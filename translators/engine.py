@@ -289,7 +289,16 @@ def _cast(values: npt.NDArray[Any], plan: TensorPlan, measured: Measured) -> npt
     return result
 
 
+#: Bits of infinity in the 2-byte floats; any larger magnitude is NaN. Integers compare several times faster.
+_INFINITY_BITS = {"f16": 0x7C00, "bf16": 0x7F80}
+
+
 def _count_nonfinite(values: npt.NDArray[Any], measured: Measured) -> None:
+    infinity = _INFINITY_BITS.get(encodings.for_dtype(values.dtype))
+    if infinity is not None:
+        magnitude = values.view(np.uint16) & np.uint16(0x7FFF)
+        if int(magnitude.max(initial=0)) < infinity:
+            return
     finite = np.isfinite(values)
     if finite.all():
         return
