@@ -55,21 +55,22 @@ def stage(tree: Path = TREE, root: Path = ROOT) -> Path:
     return tree
 
 
-def check_types(arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """mypy over the package."""
+def check_types(arguments: Sequence[str] = (), tree: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """mypy over the package as it stands in ``tree``; the sources, freshly staged, by default."""
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), *arguments, "-p", "oazoo"]
-    return _run(command)
+    return _run(command, tree or stage())
 
 
-def check_imports(arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """import-linter's contracts of ``.importlinter`` over the package."""
+def check_imports(
+    arguments: Sequence[str] = (), tree: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """import-linter's contracts of ``.importlinter`` over the package, as for :func:`check_types`."""
     script = "import importlinter.cli as c, sys; sys.exit(c.lint_imports(sys.argv[1], no_cache=True))"
-    return _run([sys.executable, "-c", script, str(ROOT / ".importlinter"), *arguments])
+    return _run([sys.executable, "-c", script, str(ROOT / ".importlinter"), *arguments], tree or stage())
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    tree = stage()
+def _run(command: list[str], tree: Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(tree), "MYPYPATH": str(tree), "COLUMNS": "120"}
     return subprocess.run(command, cwd=tree, env=environ, text=True, capture_output=True)
 

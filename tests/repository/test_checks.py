@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,16 +45,22 @@ def test_layers_are_kept() -> None:
 
 
 def test_a_type_error_and_a_forbidden_import_are_found(tmp_path: Path) -> None:
-    # The checks run on a staged tree; this proves that they would speak.
+    # The checks run on a staged tree; this proves, on a repository of the same shape, that they would speak.
     tools = load_tool("check_tree")
-    tree = tools.stage(tmp_path / "tree")
-    bad = tree / "oazoo" / "formats" / "bad.py"
-    bad.write_text("from oazoo.runtime import instance\n\nx: int = 'no'\nprint(instance)\n")
-    tools.TREE = tree
-    tools.stage = lambda: tree
-    types = tools.check_types(["--cache-dir", str(tmp_path / "cache")])
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    shutil.copy(ROOT / "pyproject.toml", repository)
+    for folder in tools.package_folders(repository).values():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").touch()
+    for leaf in ("oazoo/errors.py", "oazoo/configs.py", "runtime/instance.py"):
+        (repository / leaf).touch()
+    bad = "from oazoo.runtime import instance\n\nx: int = 'no'\nprint(instance)\n"
+    (repository / "formats" / "bad.py").write_text(bad)
+    tree = tools.stage(tmp_path / "tree", repository)
+    types = tools.check_types(["--cache-dir", str(tmp_path / "cache")], tree)
     assert types.returncode == 1 and "bad.py:3" in types.stdout
-    imports = tools.check_imports()
+    imports = tools.check_imports([], tree)
     assert imports.returncode == 1 and "oazoo.formats.bad -> oazoo.runtime.instance" in imports.stdout
 
 
