@@ -95,6 +95,8 @@ class SamplingSettings:
         if unknown:
             raise UsageError(f"there is no setting {', '.join(unknown)}; there are {', '.join(names)}")
         own = {k: v for k, v in (defaults or {}).items() if k in names and v is not None}
+        if defaults and defaults.get("do_sample") is False:  # Hugging Face's way to say greedy
+            own["temperature"] = 0.0
         given = {k: v for k, v in settings.items() if v is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)

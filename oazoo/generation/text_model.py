@@ -14,7 +14,7 @@ from oazoo.generation.engine import TextStream
 from oazoo.generation.protocol import LanguageModel, Session
 from oazoo.generation.result import GenerationResult, Timings
 from oazoo.generation.sampling import Sampler, SamplingSettings
-from oazoo.text import BaseTokenizer, ChatTemplate, StreamDecoder
+from oazoo.text import BaseTokenizer, ChatTemplate, StreamDecoder, Tokenizer
 from oazoo.text.streaming import ByteStreamDecoder
 
 #: Length limit of an answer when none is asked for.
@@ -44,6 +44,8 @@ class TextModel:
         chat_template: str | None = None,
         generation: Mapping[str, Any] | None = None,
         info: Mapping[str, Any] | None = None,
+        *,
+        tokens: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.generation = dict(generation or {})
@@ -52,9 +54,39 @@ class TextModel:
         own = tokenizer.eos_ids if tokenizer is not None else ()
         listed = self.generation.get("eos_ids") or ()
         self.eos_ids: frozenset[int] = frozenset(own).union([listed] if isinstance(listed, int) else listed)
-        self.chat_template: ChatTemplate | None = None
-        if chat_template is not None:
-            self.chat_template = self.make_template(chat_template)
+        self._tokens = {k: v for k, v in (tokens or {}).items() if isinstance(v, str)}
+        self._template_source = chat_template
+        self._template: ChatTemplate | None = None
+
+    @classmethod
+    def from_assets(
+        cls,
+        model: LanguageModel,
+        assets: Mapping[str, bytes],
+        generation: Mapping[str, Any] | None = None,
+        tokens: Mapping[str, Any] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A text model from what a model file carries.
+
+        ``assets`` may hold ``tokenizer.json`` and ``chat_template.jinja``; ``generation`` the ids ``bos_id``
+        and ``eos_ids`` besides sampling defaults. Raises :class:`TokenizerError` when an asset is damaged.
+        """
+        settings = dict(generation or {})
+        tokenizer = template = None
+        if "tokenizer.json" in assets:
+            tokenizer = Tokenizer(
+                assets["tokenizer.json"],
+                bos_id=settings.get("bos_id"),
+                eos_ids=settings.get("eos_ids") or (),
+                add_bos=settings.get("add_bos"),
+            )
+        if "chat_template.jinja" in assets:
+            try:
+                template = assets["chat_template.jinja"].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise TokenizerError(f"the chat template is not UTF-8: {error}") from None
+        return cls(model, tokenizer, template, settings, info, tokens=tokens)
 
     # ------------------------------------------------------------------------------------------------ parts
 
@@ -74,6 +106,15 @@ class TextModel:
         return self._tokenizer is not None
 
     @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template, or None; compiled when first asked for, so a broken one does not bar raw
+        prompts.
+        """
+        if self._template is None and self._template_source is not None:
+            self._template = self.make_template(self._template_source)
+        return self._template
+
+    @property
     def config(self) -> Any:
         """The architecture's typed configuration, as the loader put it into ``info``."""
         return self.info.get("config")
@@ -84,15 +125,15 @@ class TextModel:
         return str(self.info.get("name") or "the model")
 
     def make_template(self, source: str) -> ChatTemplate:
-        """A chat template for this model's vocabulary: it knows ``bos_token`` and ``eos_token``."""
-        tokens: dict[str, str] = {}
+        """A chat template for this model's vocabulary: it knows ``bos_token``, ``eos_token`` and the like."""
+        tokens = dict(self._tokens)
         tokenizer = self._tokenizer
         if tokenizer is not None:
             first_eos = next(iter(tokenizer.eos_ids), min(self.eos_ids, default=None))
             for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", first_eos)):
                 token = tokenizer.token(token_id) if token_id is not None else None
                 if token is not None:
-                    tokens[name] = token
+                    tokens.setdefault(name, token)
         return ChatTemplate(source, tokens)
 
     # ---------------------------------------------------------------------------------------------- prompts
@@ -146,7 +187,7 @@ class TextModel:
             raise UsageError("give exactly one of a prompt, messages and ids")
         if ids is not None:
             return self._checked(ids), True
-        template = template or self.chat_template
+        template = template or (None if raw else self.chat_template)
         if messages is None and (raw or template is None):
             if system is not None:
                 why = "with --raw" if raw else f"because {self.name} has no chat template"

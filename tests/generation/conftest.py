@@ -162,3 +162,9 @@ def transformer(tokenizer: Tokenizer) -> TinyTransformer:
 def recite(tokenizer: Tokenizer) -> Callable[..., Reciting]:
     """``recite(start, ids)``: a model that gives these ids after ``start`` tokens."""
     return lambda start, script, **more: Reciting(tokenizer.vocab_size, start, script, **more)
+
+
+@pytest.fixture(scope="session")
+def transformer_of() -> Callable[[int], TinyTransformer]:
+    """A tiny transformer for a vocabulary of a given size."""
+    return TinyTransformer

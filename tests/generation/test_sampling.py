@@ -190,3 +190,5 @@ def test_settings_from_a_models_defaults() -> None:
     assert (s.temperature, s.top_k, s.top_p, s.stop) == (0.9, 50, SamplingSettings.top_p, ("END",))
     with pytest.raises(UsageError, match="no setting tempreature"):
         SamplingSettings.make({}, tempreature=1)
+    assert SamplingSettings.make({"do_sample": False, "temperature": 0.6}).temperature == 0
+    assert SamplingSettings.make({"do_sample": False}, temperature=0.6).temperature == 0.6

@@ -298,3 +298,31 @@ def test_logits_of_one_sequence_and_of_a_batch(transformer: Any) -> None:
             model.logits(bad)
     with pytest.raises(GenerationError, match="257 tokens"):
         model.logits([1] * 257)
+
+
+# -------------------------------------------------------------------------------------------------------- assets
+
+
+def test_from_what_a_model_file_carries(transformer: Any, tokenizer: Tokenizer, chatml: str) -> None:
+    assets = {
+        "tokenizer.json": tokenizer._library.to_str().encode(),
+        "chat_template.jinja": ("{{ bos_token }}" + chatml).encode(),
+    }
+    settings = {"bos_id": 0, "eos_ids": [2, 7], "temperature": 0.0}
+    model = TextModel.from_assets(
+        transformer, assets, settings, {"bos_token": "<|endoftext|>"}, {"name": "tiny"}
+    )
+    assert model.eos_ids == {2, 7} and model.name == "tiny"
+    assert model.prompt_ids("Hello")[0][:2] == [0, 1]
+    assert model.generate("Hello", max_tokens=5).token_ids == model.generate("Hello", max_tokens=5).token_ids
+    with pytest.raises(TokenizerError, match="UTF-8"):
+        TextModel.from_assets(transformer, {"chat_template.jinja": b"\xff"})
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is damaged"):
+        TextModel.from_assets(transformer, {"tokenizer.json": b"{"})
+
+
+def test_a_broken_template_does_not_bar_raw_prompts(transformer: Any, tokenizer: Tokenizer) -> None:
+    model = TextModel(transformer, tokenizer, "{% if %}")
+    assert model.generate("Hello", raw=True, max_tokens=2).token_ids
+    with pytest.raises(TokenizerError, match="template is broken at line 1"):
+        model.generate("Hello")
