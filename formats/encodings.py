@@ -23,6 +23,7 @@ import numpy.typing as npt
 from oazoo.errors import FormatError
 from oazoo.formats import quant
 from oazoo.formats.ggml_types import GGML_TYPES, UNKNOWN_PREFIX, decodable_names, describe
+from oazoo.formats.messages import quoted
 
 #: Sizes and counts above this do not fit the signed 64-bit integers that files, NumPy and drivers use.
 MAX_SIZE = 2**63 - 1
@@ -168,7 +169,7 @@ def get(name: str) -> Encoding:
         return found
     if name.startswith(UNKNOWN_PREFIX) and name[len(UNKNOWN_PREFIX) :].isdigit():
         return Encoding(name, "unknown", 1, 1, _F32, decodable=False, ggml=int(name[len(UNKNOWN_PREFIX) :]))
-    raise FormatError(f"unknown tensor encoding {name!r}; known: {', '.join(ENCODINGS)}")
+    raise FormatError(f"unknown tensor encoding {quoted(name)}; known: {', '.join(ENCODINGS)}")
 
 
 def for_dtype(dtype: npt.DTypeLike) -> str:

@@ -65,12 +65,12 @@ class GgufSource(WeightSource):
 
 
 def _refuse_split(path: Path, head: GgufHead) -> None:
-    count = head.metadata.get("split.count", 1)
+    count, number = head.metadata.get("split.count", 1), head.metadata.get("split.no", 0)
+    if type(count) is not int or type(number) is not int:
+        raise FormatError(f"{path}: split.count and split.no must be whole numbers")
     if count not in (0, 1):
-        number = head.metadata.get("split.no", 0)
-        part = number + 1 if isinstance(number, int) else number
         raise FormatError(
-            f"{path}: is part {part} of a GGUF model split into {count} files, which is not supported; "
+            f"{path}: is part {number + 1} of a GGUF model split into {count} files, which is not supported; "
             "join them with: llama-gguf-split --merge FIRST-PART OUT.gguf"
         )
 

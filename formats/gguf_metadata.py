@@ -268,5 +268,5 @@ def _tensors(reader: _Reader, count: int) -> list[GgufTensor]:
 def _alignment(file: MappedFile, metadata: dict[str, Any]) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(value) is not int or value <= 0 or value & (value - 1):
-        raise FormatError(f"{file.path}: general.alignment is {value!r}; it must be a power of two")
+        raise FormatError(f"{file.path}: general.alignment is {quoted(value)}; it must be a power of two")
     return value

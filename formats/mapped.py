@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats import encodings
+from oazoo.formats.messages import quoted
 from oazoo.formats.source import SourceTensor, TensorInfo
 
 _SMALLEST_WINDOW = 32 << 20
@@ -142,4 +143,4 @@ class MappedTensor(SourceTensor):
         )
 
     def _named(self, error: FormatError) -> FormatError:
-        return FormatError(f"{self._file.path}: tensor {self.info.name!r}: {error}")
+        return FormatError(f"{self._file.path}: tensor {quoted(self.info.name)}: {error}")

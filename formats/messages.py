@@ -1,4 +1,4 @@
-"""Wording shared by the readers: names out of files, shown safely and shortly."""
+"""Wording shared by the readers: values out of files, shown safely and shortly."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ _LONGEST = 200
 _SHOWN = 8
 
 
-def quoted(text: str) -> str:
-    """``text`` in quotes for a message: control characters escaped, cut after 200 characters."""
-    return repr(text) if len(text) <= _LONGEST else f"{text[:_LONGEST]!r}… ({len(text)} characters)"
+def quoted(value: object) -> str:
+    """``repr(value)`` for a message: control characters escaped, cut after 200 characters."""
+    if isinstance(value, str) and len(value) > _LONGEST:
+        return f"{value[:_LONGEST]!r}… ({len(value)} characters)"
+    text = repr(value)
+    return text if len(text) <= 2 * _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def some(items: Sequence[str]) -> str:

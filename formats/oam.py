@@ -14,6 +14,7 @@ from oazoo.errors import FormatError
 from oazoo.formats import oam_layout as layout
 from oazoo.formats.hashing import Fnv1a64, fnv1a64
 from oazoo.formats.mapped import MappedFile, MappedTensor
+from oazoo.formats.messages import quoted
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
 from oazoo.formats.oam_tensors import apply_carried, read_entries
 from oazoo.formats.source import SourceTensor, WeightSource
@@ -98,7 +99,7 @@ class OamSource(WeightSource):
         if tensor is None:
             return None
         if tensor.info.encoding != "u8" or len(tensor.info.shape) != 1:
-            raise FormatError(f"{self.path}: {name!r} is not a rank-1 u8 tensor, so it is no asset")
+            raise FormatError(f"{self.path}: {quoted(name)} is not a rank-1 u8 tensor, so it is no asset")
         return tensor.raw().tobytes()
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import FormatError
+from oazoo.formats.messages import quoted
 
 MAGIC = 0x004D414F
 VERSION = 3
@@ -228,11 +229,13 @@ def pack_text(text: str, size: int, what: str) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        raise FormatError(f"{what} {text!r} is not valid Unicode") from error
+        raise FormatError(f"{what} {quoted(text)} is not valid Unicode") from error
     if b"\0" in data:
-        raise FormatError(f"{what} {text!r} holds a NUL character")
+        raise FormatError(f"{what} {quoted(text)} holds a NUL character")
     if len(data) >= size:
-        raise FormatError(f"{what} {text!r} takes {len(data)} bytes; the format has room for {size - 1}")
+        raise FormatError(
+            f"{what} {quoted(text)} takes {len(data)} bytes; the format has room for {size - 1}"
+        )
     return data
 
 

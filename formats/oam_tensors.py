@@ -115,7 +115,7 @@ def apply_carried(tensors: dict[str, MappedTensor], asset: bytes) -> dict[str, M
         encoding, shape = entry["encoding"], entry["shape"]
         if encoding not in layout.CARRIED:
             raise FormatError(
-                f"{what}: {quoted(name)}: {encoding!r} is not one of {', '.join(layout.CARRIED)}"
+                f"{what}: {quoted(name)}: {quoted(encoding)} is not one of {', '.join(layout.CARRIED)}"
             )
         if (
             not isinstance(shape, list)
@@ -123,7 +123,7 @@ def apply_carried(tensors: dict[str, MappedTensor], asset: bytes) -> dict[str, M
             or any(type(n) is not int for n in shape)
         ):
             raise FormatError(
-                f"{what}: {quoted(name)}: shape {shape!r} is not a list of at most {layout.MAX_RANK} sizes"
+                f"{what}: {quoted(name)}: shape {quoted(shape)} is not a list of at most {layout.MAX_RANK} sizes"
             )
         if (
             stored.info.encoding != "u8"

@@ -130,17 +130,17 @@ def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorInfo]:
         raise FormatError(f"a tensor name has 1 to {MAX_NAME} characters, without NUL")
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(
-            f"has the fields {sorted(entry)}, must have exactly 'data_offsets', 'dtype' and 'shape'"
+            f"has the fields {quoted(sorted(entry))}, must have exactly 'data_offsets', 'dtype' and 'shape'"
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        raise FormatError(f"unknown dtype {quoted(dtype)}; known: {', '.join(DTYPES)}")
     if not _is_sizes(shape):
-        raise FormatError(f"shape {shape!r} is not a list of sizes")
+        raise FormatError(f"shape {quoted(shape)} is not a list of sizes")
     if len(shape) > MAX_RANK:
         raise FormatError(f"has {len(shape)} dimensions; at most {MAX_RANK} are read")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        raise FormatError(f"data_offsets {offsets!r} is not a pair of offsets")
+        raise FormatError(f"data_offsets {quoted(offsets)} is not a pair of offsets")
     begin, end = offsets
     if begin > end:
         raise FormatError(f"data_offsets are inverted: begin {begin} lies after end {end}")
