@@ -202,6 +202,7 @@ def _fill(part: _Part, client: HttpClient, progress: _ProgressTo) -> bool:
             if part.etag is not None:
                 headers["If-Range"] = part.etag
         wait: float | None = None
+        refusal: HttpStatusError | None = None
         try:
             with client.get(part.remote.url, headers) as response:
                 reached = True
@@ -219,7 +220,7 @@ def _fill(part: _Part, client: HttpClient, progress: _ProgressTo) -> bool:
             wait = error.retry_after
             if wait is not None and wait > MAX_RETRY_AFTER:
                 raise
-            why = str(error)
+            why, refusal = str(error), error
         except Unreachable as error:
             # A server that never answered is not worth waiting for: there may be another source.
             if not reached:
@@ -233,6 +234,8 @@ def _fill(part: _Part, client: HttpClient, progress: _ProgressTo) -> bool:
             why = reason_of(error)
         breaks = 0 if part.have >= before + _PROGRESS else breaks + 1
         if breaks > MAX_BREAKS:
+            if refusal is not None:
+                raise refusal
             raise PullError(
                 f"{part.remote.identity}: gave up after {breaks} breaks in a row ({why}); "
                 f"{part.have} bytes are kept, pull again to go on"

@@ -86,8 +86,15 @@ def index_settings() -> IndexSettings:
     return IndexSettings(remote, local, last("cert"), last("proxy"))
 
 
-@cache
 def _pip_output(*arguments: str) -> str:
+    """What pip (or its Python, for ``-c``) prints; empty if that fails."""
+    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith("PIP_")))
+    return _run_pip(arguments, environment)
+
+
+@cache
+def _run_pip(arguments: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
+    # The environment is there for the cache: it is what configures pip.
     command = pip_command()
     if command is None:
         return ""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
+import socket
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from oazoo.zoo import package_index, web
+from oazoo.zoo import web
 
 
 @dataclass
@@ -47,6 +50,28 @@ class Request:
 Route = Resource | Callable[["Handler"], None]
 
 
+class _Server(ThreadingHTTPServer):
+    """Remembers its connections: clients keep them open, and a stopped server must not answer there."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._connections: list[socket.socket] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+    def hang_up(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 class Site:
     """An HTTP server in a thread. ``routes`` maps paths (without query) to what is there."""
 
@@ -59,8 +84,7 @@ class Site:
             pass
 
         Bound.site = site
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Bound)
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
@@ -72,6 +96,7 @@ class Site:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+            self._server.hang_up()
 
     def gets(self, path: str | None = None) -> list[Request]:
         """The GET requests so far."""
@@ -276,7 +301,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for name in list(os.environ):
         if name in ("OAZOO_OFFLINE", "OAZOO_DEBUG", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(web, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(web, "RETRY_PAUSE", 0.001)
     yield
 
 
@@ -304,17 +329,25 @@ def hub(site: Site, other_site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path:
     return Hub(site, other_site)
 
 
+@pytest.fixture(scope="session")
+def index_site() -> Iterator[Site]:
+    """One address for all tests with an index: pip is asked for its configuration once."""
+    server = Site()
+    yield server
+    server.stop()
+
+
 @pytest.fixture
-def index(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """A package index that pip's configuration names, the only one."""
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
+def index(index_site: Site, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """An empty package index, the only one that pip's configuration names."""
+    index_site.routes.clear()
+    index_site.requests.clear()
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)
-    server = Index(site)
+    server = Index(index_site)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", server.url)
-    package_index._pip_output.cache_clear()
-    yield server
-    package_index._pip_output.cache_clear()
+    return server
 
 
 @pytest.fixture
