@@ -3,7 +3,8 @@
 PYTHON_IN_VENV := .venv/bin/python
 PYTEST := $(PYTHON_IN_VENV) -m pytest
 # Tests that reach the device: all but those of the repository itself and of the parts that know no device.
-DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository
+DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
+	--ignore=tests/zoo/pull
 
 .PHONY: help setup demo test lint typecheck imports format shaders bench test-validation test-mesa22 clean
 

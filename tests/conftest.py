@@ -43,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.register(_check_the_end, Path(path))
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    """The device that the run is about to use, so that a log tells which driver passed."""
+    from oazoo.runtime.probe import run_probe
+
+    found = run_probe()
+    name = found.device["driver"] if found.device is not None else found.detail
+    return f"vulkan: {name}{', under the validation layer' if VALIDATING else ''}"
+
+
 _log = pytest.StashKey[Path]()
 
 
