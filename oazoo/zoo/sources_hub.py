@@ -272,7 +272,9 @@ def _asking(ref: HubRef, ask: Any) -> Any:
             kinds = {kind.__name__ for kind in type(error).__mro__}
             if "TransportError" not in kinds:
                 raise
-            if kinds & {"ConnectError", "ConnectTimeout", "ProxyError"} or attempt + 1 == _ATTEMPTS:
+            # A host that refuses, or stays silent twice, is not worth more time: there may be another source.
+            limit = 2 if any(kind.endswith("Timeout") for kind in kinds) else _ATTEMPTS
+            if kinds & {"ConnectError", "ConnectTimeout", "ProxyError"} or attempt + 1 >= limit:
                 raise PullError(f"cannot reach the Hub ({_reason(error, kinds)})") from None
             pause(attempt)
     raise AssertionError("unreachable")
