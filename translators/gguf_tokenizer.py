@@ -75,7 +75,8 @@ def build(meta: Settings, tokens: Sequence[str]) -> bytes:
         )
         prefix, suffix = _ends(meta, tokens, add_bos=True)
         return spm.build(vocabulary, meta.where, prefix=prefix, suffix=suffix)
-    split = pre_tokenizer(meta.get(f"{_AT}pre"), meta.where)
+    label = meta.text(f"{_AT}pre") if f"{_AT}pre" in meta else None
+    split = pre_tokenizer(label, meta.where)
     if meta.boolean(f"{_AT}add_space_prefix", False):
         raise TokenizerError(f"{meta.where}: add_space_prefix with a byte-level vocabulary is not supported")
     vocab = {token: number for number, token in enumerate(tokens)}
