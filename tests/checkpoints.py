@@ -123,7 +123,7 @@ def write_hf(folder: Path, config: Any, tensors: Mapping[str, Array], **files: A
 def llama_folder(folder: Path, changes: Mapping[str, Any] | None = None, **files: Any) -> Path:
     """A tiny Llama folder with some settings changed; a setting changed to ``...`` is left out."""
     config = {key: value for key, value in (LLAMA | dict(changes or {})).items() if value is not ...}
-    return write_hf(folder, config, llama_tensors(LLAMA | config), **files)
+    return write_hf(folder, config, llama_tensors(config), **files)
 
 
 BYTES = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]

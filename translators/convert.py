@@ -171,8 +171,8 @@ def convert(
         overwrite: replace an existing file.
         progress: called with (label, bytes done, bytes in all).
         provenance: what is known of the source: ``name``, ``revision``, ``license``, ``uri``, and
-        ``files``, a mapping
-            from file name to SHA-256 for files that have been verified already (they are not hashed again).
+            ``files``, a mapping from file name to SHA-256 for files that have been verified already (they are not
+            hashed again).
         with_tokenizer: ``False`` to store the weights only.
 
     Raises:

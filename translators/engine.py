@@ -96,8 +96,7 @@ def check(checkpoint: Checkpoint, translation: Translation, dtype: str = "keep")
     Raises:
         UsageError: an unknown ``dtype``.
         TranslationError: missing, unexpected or repeated tensors, wrong shapes, or encodings that cannot be
-        used;
-            the message names them.
+            used; the message names them.
     """
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype[:32]!r}; known: {', '.join(DTYPES)}")
@@ -123,7 +122,7 @@ def check(checkpoint: Checkpoint, translation: Translation, dtype: str = "keep")
         if shape != expected[rule.target]:
             shapes = ", ".join(f"{info.name} {list(info.shape)}" for info in infos)
             faults.append(
-                f"{shapes} gives {rule.target} {list(shape)}, the config {list(expected[rule.target])}"
+                f"{shapes}: for {rule.target} the config asks for {list(expected[rule.target])}, not {list(shape)}"
             )
             continue
         plans.append(_plan_tensor(source, rule, shape, dtype))

@@ -28,8 +28,7 @@ def gguf_assets(checkpoint: Checkpoint, rows: int, with_tokenizer: bool = True) 
 
     Raises:
         TokenizerError: a kind or pre-tokenizer that cannot be rebuilt exactly, by name; an inconsistent
-        vocabulary;
-            a token id without an embedding row.
+            vocabulary; a token id without an embedding row.
     """
     meta = checkpoint.settings()
     generation, notes = _generation(meta, rows)

@@ -213,15 +213,15 @@ def plan(
         source: a file or folder, or an opened source (which stays open).
         arch: a translator's name, or ``"auto"`` to go by what the checkpoint declares.
         dtype: ``"keep"``, or the dense type of every weight: ``"f32"``, ``"f16"``, ``"bf16"``. With
-        ``"keep"``, Q8_0
-            and Q4_0 weights become Q8 and Q4 without loss, and other block encodings become f16.
+            ``"keep"``, Q8_0 and Q4_0 weights become Q8 and Q4 without loss, other block encodings f16.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
 
     Raises:
         UsageError: an unknown ``arch`` or ``dtype``, or no such file.
         FormatError: a damaged file.
         TranslationError: an unsupported architecture or feature; tensors that are missing, unexpected or
-        misshapen. TokenizerError: a tokenizer that cannot be carried over exactly.
+            misshapen.
+        TokenizerError: a tokenizer that cannot be carried over exactly.
     """
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype[:32]!r}; known: {', '.join(DTYPES)}")

@@ -106,7 +106,7 @@ def choose(checkpoint: Checkpoint, arch: str = "auto") -> Translator:
     Raises:
         UsageError: ``arch`` is not the name of a translator.
         TranslationError: no translator reads the declared architecture; the message lists what is
-        supported.
+            supported.
     """
     known = translators()
     if arch != "auto":
