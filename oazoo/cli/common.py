@@ -139,12 +139,21 @@ def emit_table(
     table = Table(
         title=title, box=box.SIMPLE_HEAD, show_footer=footer is not None, pad_edge=False, title_justify="left"
     )
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     for index, name in enumerate(columns):
+        # The first column says what the row is about: it is the last to fold.
+        widest = max((len(row[0]) for row in cells), default=0) if index == 0 else 0
         bottom = printable(str(footer[index])) if footer is not None else ""
         justify = "right" if name in right else "left"
-        table.add_column(name, footer=bottom, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in rows:
-        table.add_row(*(printable(str(cell)) for cell in row))
+        table.add_column(
+            name,
+            footer=bottom,
+            justify=justify,  # type: ignore[arg-type]
+            overflow="fold",
+            no_wrap=0 < widest <= 40,
+        )
+    for row in cells:
+        table.add_row(*row)
     stdout_console().print(table)
 
 

@@ -8,8 +8,10 @@ git hash) that the Hub states.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +186,7 @@ class _ResolvedHub(Resolved):
         return f"{self.ref.repo} has no weights in safetensors or GGUF form"
 
     def _remote(self, name: str, stated: CardFile | None) -> RemoteFile:
-        from huggingface_hub import hf_hub_url
+        hub = _client()
 
         listed = self.listed.get(name, _Listed(None, None, None))
         if stated is not None and stated.sha256 is not None:
@@ -195,7 +197,7 @@ class _ResolvedHub(Resolved):
             listed = _ask_for(self.ref, name, self.commit)
         return RemoteFile(
             path=name,
-            url=hf_hub_url(self.ref.repo, name, revision=self.commit, endpoint=_endpoint()),
+            url=hub.hf_hub_url(self.ref.repo, name, revision=self.commit, endpoint=_endpoint()),
             identity=f"hf:{self.ref.repo}/{name}@{self.commit[:12]}",
             size=listed.size,
             sha256=listed.sha256,
@@ -205,6 +207,24 @@ class _ResolvedHub(Resolved):
 
 
 # ------------------------------------------------------------------------------------------- the Hub's client
+
+
+def _client() -> Any:
+    """The module ``huggingface_hub``, imported such that it tells the Hub nothing about the machine.
+
+    By default the client asks the Hub for a list to recognise its caller by, before anything else: one more
+    request, and seconds of waiting where the Hub does not answer. It reads the switch for that once, when it
+    is imported.
+    """
+    switch = "HF_HUB_DISABLE_TELEMETRY"
+    if "huggingface_hub.constants" in sys.modules or switch in os.environ:
+        return importlib.import_module("huggingface_hub")
+    os.environ[switch] = "1"
+    try:
+        importlib.import_module("huggingface_hub.constants")
+        return importlib.import_module("huggingface_hub")
+    finally:
+        del os.environ[switch]
 
 
 def _endpoint() -> str | None:
@@ -220,25 +240,26 @@ def _headers() -> dict[str, str]:
 
 
 def _model_info(ref: HubRef) -> ModelInfo:
-    from huggingface_hub import HfApi
-
-    api = HfApi(endpoint=_endpoint(), library_name="oazoo", library_version=__version__)
+    api = _client().HfApi(endpoint=_endpoint(), library_name="oazoo", library_version=__version__)
 
     def ask() -> ModelInfo:
-        return api.model_info(ref.repo, revision=ref.revision, files_metadata=True, timeout=_TIMEOUT)
+        info: ModelInfo = api.model_info(
+            ref.repo, revision=ref.revision, files_metadata=True, timeout=_TIMEOUT
+        )
+        return info
 
-    info: ModelInfo = _asking(ref, ask)
-    return info
+    found: ModelInfo = _asking(ref, ask)
+    return found
 
 
 def _ask_for(ref: HubRef, name: str, commit: str) -> _Listed:
     """Size and hash of one file from the headers that the Hub sends for it (for mirrors that list names only)."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    hub = _client()
 
-    url = hf_hub_url(ref.repo, name, revision=commit, endpoint=_endpoint())
+    url = hub.hf_hub_url(ref.repo, name, revision=commit, endpoint=_endpoint())
     headers = _headers()
     found: Any = _asking(
-        ref, lambda: get_hf_file_metadata(url, timeout=_TIMEOUT, headers=headers, endpoint=_endpoint())
+        ref, lambda: hub.get_hf_file_metadata(url, timeout=_TIMEOUT, headers=headers, endpoint=_endpoint())
     )
     etag = found.etag if isinstance(found.etag, str) and not set(found.etag) - set("0123456789abcdef") else ""
     return _Listed(found.size, etag if len(etag) == 64 else None, etag if len(etag) == 40 else None)
@@ -272,9 +293,9 @@ def _asking(ref: HubRef, ask: Any) -> Any:
             kinds = {kind.__name__ for kind in type(error).__mro__}
             if "TransportError" not in kinds:
                 raise
-            # A host that refuses, or stays silent twice, is not worth more time: there may be another source.
-            limit = 2 if any(kind.endswith("Timeout") for kind in kinds) else _ATTEMPTS
-            if kinds & {"ConnectError", "ConnectTimeout", "ProxyError"} or attempt + 1 >= limit:
+            # A host that refuses or stays silent is not worth more time: there may be another source.
+            silent = any(kind.endswith("Timeout") for kind in kinds)
+            if silent or kinds & {"ConnectError", "ProxyError"} or attempt + 1 == _ATTEMPTS:
                 raise PullError(f"cannot reach the Hub ({_reason(error, kinds)})") from None
             pause(attempt)
     raise AssertionError("unreachable")
@@ -291,9 +312,7 @@ def _explain(
     ref: HubRef, status: int, code: str | None, message: str | None, retry_after: float | None
 ) -> str:
     """What an error status of the Hub means for the user. The token itself is never part of it."""
-    from huggingface_hub import get_token
-
-    has_token = bool(get_token())
+    has_token = bool(_client().get_token())
     login = "set HF_TOKEN or run 'hf auth login'"
     if code == "GatedRepo":
         if status == 401 or not has_token:

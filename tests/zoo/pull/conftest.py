@@ -322,6 +322,7 @@ def other_site() -> Iterator[Site]:
 @pytest.fixture
 def hub(site: Site, other_site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     """A Hub at HF_ENDPOINT, with nobody logged in."""
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_ENDPOINT", site.url)
