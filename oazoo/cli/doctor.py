@@ -14,19 +14,25 @@ _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
 @click.command()
+@click.option(
+    "--stress", is_flag=True, help="Also write to and read from all over the largest buffer in use."
+)
 @json_option
 @quiet_option
-def command(as_json: bool) -> int:
+def command(stress: bool, as_json: bool) -> int:
     """Look at this machine: can models run here, on which device, and if not, what to do.
 
-    Exits 0 when a Vulkan device is usable, 1 otherwise. OAZOO_DEVICE chooses among devices: an index, a UUID,
-    "cpu" or part of a name. With --quiet, one line tells the verdict.
+    Exits 0 when a Vulkan device is usable (and, with --stress, passes), 1 otherwise. OAZOO_DEVICE chooses
+    among devices: an index, a UUID, "cpu" or part of a name. With --quiet, one line tells the verdict.
     """
-    report = examine()
+    report = examine(stress=stress)
     if as_json:
         emit_json(asdict(report))
     elif is_quiet():
         emit(f"{report.vulkan.code}: {report.vulkan.detail}")
+        for finding in report.findings:
+            if finding.level == "problem" and report.vulkan.usable:
+                emit(f"{finding.text}.")
     else:
         _print(report)
     return 0 if report.usable else 1

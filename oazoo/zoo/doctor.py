@@ -16,6 +16,7 @@ from pathlib import Path
 
 from oazoo import __version__
 from oazoo.runtime.probe import Probe, manifest_paths, run_probe
+from oazoo.runtime.stress import Stress, run_stress
 
 #: Devices' optional features that people ask about; the kernels need none of them.
 OPTIONAL_FEATURES = ("shaderFloat16", "storageBuffer16BitAccess", "shaderInt8", "storageBuffer8BitAccess")
@@ -53,11 +54,12 @@ class Report:
     system: str
     packages: list[Package]
     vulkan: Probe
+    stress: Stress | None
     findings: list[Finding]
     usable: bool
 
 
-def examine(probe: Probe | None = None) -> Report:
+def examine(probe: Probe | None = None, *, stress: bool = False) -> Report:
     """Look at this machine. The Vulkan part runs in a process of its own, so a driver that crashes is only a
     finding.
     """
@@ -69,6 +71,9 @@ def examine(probe: Probe | None = None) -> Report:
         if p.problem is not None
     ]
     findings += explain(found, os.environ, read_os_release())
+    outcome = run_stress() if stress and found.usable else None
+    if outcome is not None:
+        findings.append(judge_stress(outcome))
     return Report(
         oazoo=__version__,
         python=platform.python_version(),
@@ -76,8 +81,9 @@ def examine(probe: Probe | None = None) -> Report:
         system=system_name(),
         packages=packages,
         vulkan=found,
+        stress=outcome,
         findings=findings,
-        usable=found.usable,
+        usable=found.usable and (outcome is None or outcome.passed),
     )
 
 
@@ -245,6 +251,22 @@ def _about_hidden_hardware(probe: Probe, install: str) -> Iterator[Finding]:
     if nvidia and not any("nvidia" in Path(driver.manifest).name for driver in probe.drivers):
         text = "an NVIDIA GPU is there without its Vulkan driver (in a container: NVIDIA_DRIVER_CAPABILITIES=all)"
         yield Finding("note", text)
+
+
+def judge_stress(outcome: Stress) -> Finding:
+    """What the outcome of the stress test means for a person."""
+    if outcome.passed:
+        text = f"a buffer of {outcome.nbytes:,} bytes holds what is written to it ({len(outcome.offsets)} places)"
+        return Finding("ok", text)
+    if outcome.problem is not None:
+        return Finding("problem", f"the stress test could not be run: {outcome.problem}")
+    wrong = sorted({*outcome.wrong_in_kernel, *outcome.wrong_in_transfer})
+    text = f"a buffer of {outcome.nbytes:,} bytes loses what is written to it, from byte {wrong[0]:,} on"
+    # Half of what held: the fault begins somewhere before the first wrong mark.
+    limit = max(outcome.good_bytes // 2, 1 << 20)
+    return Finding(
+        "problem", f"{text}; a newer driver may help, a limit does", f"export OAZOO_MAX_BUFFER_BYTES={limit}"
+    )
 
 
 def _join_group(probe: Probe) -> str:

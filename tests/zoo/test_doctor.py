@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from oazoo.runtime.probe import PROBLEMS, Driver, Probe, RenderNode, run_probe
+from oazoo.runtime.stress import Stress
 from oazoo.zoo.doctor import (
     Finding,
     check_packages,
@@ -20,6 +21,7 @@ from oazoo.zoo.doctor import (
     explain,
     install_command,
     judge,
+    judge_stress,
     read_os_release,
 )
 
@@ -152,6 +154,34 @@ def test_a_software_device_beside_a_closed_gpu_is_told() -> None:
 def test_an_old_software_driver_is_told(mesa: str, told: bool) -> None:
     probe = usable(name="llvmpipe", kind="cpu", driver=f"llvmpipe Mesa {mesa} (LLVM 15.0.6)")
     assert any("Mesa 25 is" in finding.text for finding in explain(probe, {}, DEBIAN_13)) == told
+
+
+@pytest.mark.parametrize(
+    ("outcome", "level", "words", "remedy"),
+    [
+        (Stress(2 << 30, [0, 256 << 20], [], []), "ok", "2,147,483,648 bytes holds what is written", None),
+        (
+            Stress(4 << 30, [0, 2 << 30, 3 << 30], [3 << 30, 2 << 30], [3 << 30]),
+            "problem",
+            "from byte 2,147,483,648 on",
+            "export OAZOO_MAX_BUFFER_BYTES=1073741824",
+        ),
+        (Stress(0, [], [], [], "died of signal 11"), "problem", "died of signal 11", None),
+    ],
+    ids=["passed", "lost", "crashed"],
+)
+def test_the_stress_test_is_judged(outcome: Stress, level: str, words: str, remedy: str | None) -> None:
+    finding = judge_stress(outcome)
+    assert (finding.level, finding.remedy) == (level, remedy)
+    assert words in finding.text
+
+
+def test_a_device_that_fails_the_stress_test_is_not_usable() -> None:
+    done = run("--stress", "--json", OAZOO_MEMORY_LIMIT="1000000")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["vulkan"]["code"] == "usable" and report["usable"] is False
+    assert "OAZOO_MEMORY_LIMIT" in report["stress"]["problem"]
 
 
 @pytest.mark.parametrize(
