@@ -26,13 +26,14 @@ from oazoo.shaders import SHADER_DIR, SPIRV_DIR
 from oazoo.shaders.kernels import KERNELS, KernelSpec
 
 # -O0: the wheel's slangc lacks Slang's SPIR-V optimiser, and drivers optimise anyway.
-OPTIONS = ("-target", "spirv", "-emit-spirv-directly", "-O0", "-profile", "spirv_1_5", "-fp-mode", "precise")
+OPTIONS = ("-target", "spirv", "-emit-spirv-directly", "-O0", "-profile", "spirv_1_5")
 # The profile is widened by the subgroup operations a kernel uses; that is intended, so the warning is off.
 QUIET = ("-Wno-41012",)
 MAX_PUSH_CONSTANT_BYTES = 128  # what every Vulkan device guarantees
 ALLOWED_CAPABILITIES = {
     1: "Shader",
     5347: "PhysicalStorageBufferAddresses",
+    11: "Int64",  # only in the kernels for CPU devices, which are chosen where the device has it
     61: "GroupNonUniform",
     63: "GroupNonUniformArithmetic",
     64: "GroupNonUniformBallot",
@@ -76,7 +77,7 @@ def source_hash(spec: KernelSpec) -> str:
     for path in source_closure(spec.module):
         text = path.read_bytes()
         digest.update(f"{path.name}\0{len(text)}\0".encode() + text)
-    digest.update(json.dumps([spec.entry, spec.defines, OPTIONS]).encode())
+    digest.update(json.dumps([spec.entry, spec.defines, spec.precise, OPTIONS]).encode())
     return digest.hexdigest()
 
 
@@ -127,6 +128,7 @@ def compile_kernel(slangc: str, name: str, spec: KernelSpec, out_dir: Path) -> d
         spv, reflection = Path(tmp) / "k.spv", Path(tmp) / "k.json"
         command = [slangc, str(SHADER_DIR / f"{spec.module}.slang"), "-I", str(SHADER_DIR), *OPTIONS, *QUIET]
         command += [f"-D{key}={value}" for key, value in spec.defines]
+        command += ["-fp-mode", "precise"] if spec.precise else []
         command += ["-entry", spec.entry, "-reflection-json", str(reflection), "-o", str(spv)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not spv.is_file():

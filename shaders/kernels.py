@@ -7,18 +7,82 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What to compile: `entry` of `module`.slang; `defines` are macros for what Slang cannot make generic."""
+    """What to compile: `entry` of `module`.slang.
+
+    `defines` are macros for what Slang cannot make generic; `precise` forbids the driver to contract or reorder
+    floating-point arithmetic.
+    """
 
     module: str
     entry: str
     defines: tuple[tuple[str, int], ...] = ()
+    precise: bool = False
+
+
+#: Encodings that matrix kernels read, and the Slang type of each (weights.slang).
+WEIGHTS = {"f32": "F32W", "f16": "F16W", "bf16": "BF16W", "q8": "Q8W", "q4": "Q4W"}
+#: Head widths that have an attention kernel of their own for CPU devices.
+LANES_HEAD_DIMS = (32, 64, 128)
+
+
+def _linear() -> dict[str, KernelSpec]:
+    """linear and gated, in three variants: lanes (8-lane CPU devices; 1 or 8 rows, norm folded in or not), group, tile."""
+    table: dict[str, KernelSpec] = {}
+    for encoding, weight in WEIGHTS.items():
+        for form in ("linear", "gated"):
+            for rows, norm in ((1, 0), (1, 1), (8, 0)):
+                name = f"{form}_lanes{rows}{'_norm' if norm else ''}_{encoding}"
+                table[name] = KernelSpec("linear_lanes", f"{form}<{weight},{rows},{norm}>")
+            table[f"{form}_group_{encoding}"] = KernelSpec("linear_group", f"{form}<{weight}>")
+            table[f"{form}_tile_{encoding}"] = KernelSpec("linear_tile", f"{form}<{weight}>")
+    return table
+
+
+def _rows() -> dict[str, KernelSpec]:
+    """What works on rows of activations: norms and attention in two variants (lanes.slang), embedding, rotary, activations."""
+    table: dict[str, KernelSpec] = {}
+    for lanes in ("Wave8", "Group32"):
+        for name, entry in (("rms_norm", "rms"), ("layer_norm", "layer")):
+            table[f"{name}_{lanes.lower()}"] = KernelSpec("norm", f"{entry}{lanes}")
+        # Queries a workgroup, and the most parts of 4 components that a lane holds.
+        for name, sizes in (
+            ("decode", "1, 2"),
+            ("prompt", "4, 2"),
+            ("decode_wide", "1, 8"),
+            ("prompt_wide", "2, 8"),
+        ):
+            table[f"attention_{name}_{lanes.lower()}"] = KernelSpec("attention", f"attend{lanes}<{sizes}>")
+    for encoding, weight in WEIGHTS.items():
+        table[f"embedding_{encoding}"] = KernelSpec("embedding", f"embed<{weight}>")
+    table["rope_and_cache"] = KernelSpec("rope", "ropeAndCache")
+    table["silu_mul"] = KernelSpec("activation", "siluMul")
+    table["gelu_tanh"] = KernelSpec("activation", "geluTanh")
+    return table
 
 
 KERNELS: dict[str, KernelSpec] = {
-    "add_f32": KernelSpec("elementwise", "add"),
+    **_rows(),
+    "add": KernelSpec("elementwise", "binary<Add>"),
+    "silu_mul": KernelSpec("elementwise", "binary<SiluMul>"),
+    "gelu_tanh": KernelSpec("elementwise", "binary<GeluTanh>"),
+    "rms_norm": KernelSpec("norm", "rmsNorm"),
+    "layer_norm": KernelSpec("norm", "layerNorm"),
+    "rotary_store": KernelSpec("rotary", "rotaryStore"),
+    "argmax": KernelSpec("argmax", "argmax"),
+    "attention_group": KernelSpec("attention", "attendGroup"),
+    **{f"attention_lanes_{dim}": KernelSpec("attention", f"attendLanes<{dim}>") for dim in LANES_HEAD_DIMS},
+    **{f"embed_{name}": KernelSpec("embedding", f"embed<{weight}>") for name, weight in WEIGHTS.items()},
     **{
-        f"pack_{target}_{source}": KernelSpec("pack", f"pack{target.upper()}<{source.upper()}Source>")
+        f"add_positions_{name}": KernelSpec("embedding", f"addPositions<{weight}>")
+        for name, weight in WEIGHTS.items()
+    },
+    **{f"decode_{name}": KernelSpec("embedding", f"decode<{weight}>") for name, weight in WEIGHTS.items()},
+    **{
+        f"pack_{target}_{source}": KernelSpec(
+            "pack", f"pack{target.upper()}<{source.upper()}Source>", precise=True
+        )
         for target in ("q4", "q8")
         for source in ("f32", "f16", "bf16")
     },
+    **_linear(),
 }

@@ -1,0 +1,44 @@
+"""What the ops share: checks that name the op, grids within device limits, and the choice of a kernel's variant."""
+
+from __future__ import annotations
+
+from oazoo.errors import DeviceError
+from oazoo.runtime.device import Device
+from oazoo.runtime.tensor import Tensor
+
+#: Kernels index with 32 bits.
+MAX_ELEMENTS = 2**32 - 1
+#: Workgroups along one axis that every device allows.
+MAX_GROUPS = 65535
+
+
+def require(condition: bool, op: str, what: str) -> None:
+    """Raise a DeviceError that names the op unless the condition holds."""
+    if not condition:
+        raise DeviceError(f"{op}: {what}")
+
+
+def require_dense(tensor: Tensor, op: str, name: str, dtype: str, *shape: int) -> None:
+    """Check an argument's type and shape; -1 stands for any size."""
+    fits = len(tensor.shape) == len(shape) and all(
+        w in (-1, n) for n, w in zip(tensor.shape, shape, strict=True)
+    )
+    if tensor.dtype != dtype or not fits:
+        wanted = [n if n >= 0 else "any" for n in shape]
+        raise DeviceError(f"{op}: {name} must be {dtype}{wanted}, not {tensor.dtype}{list(tensor.shape)}")
+    require(tensor.numel <= MAX_ELEMENTS, op, f"{name} has more elements than one run can address")
+
+
+def lanes(device: Device) -> str:
+    """How workgroups reduce on this device: ``wave8`` within a subgroup, or ``group32`` through shared memory.
+
+    Subgroups of the processor drivers have a fixed size; those of GPUs may vary between kernels, and only shared memory is
+    right whatever it turns out to be.
+    """
+    return "wave8" if device.info.is_software and device.info.subgroup_size == 8 else "group32"
+
+
+def grid(groups: int) -> tuple[int, int, int]:
+    """``groups`` workgroups as rows of at most 65,535; the kernel multiplies the row number with the first entry."""
+    columns = max(1, min(groups, MAX_GROUPS))
+    return columns, -(-groups // columns), 1

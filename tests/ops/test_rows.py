@@ -1,0 +1,204 @@
+"""Norms, activations, embedding, rotary cache and attention against float64 NumPy, every variant."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from oazoo.errors import DeviceError
+from oazoo.formats.quant import decode
+from oazoo.runtime import Tensor, get_device
+from oazoo.runtime.ops.activation import gelu_tanh, silu_mul
+from oazoo.runtime.ops.attention import attention, rope_and_cache
+from oazoo.runtime.ops.embedding import embedding
+from oazoo.runtime.ops.norm import layer_norm, rms_norm
+from oazoo.runtime.ops.pack import pack
+
+F64 = npt.NDArray[np.float64]
+VARIANTS = ["wave8", "group32"]
+
+
+def device_array(array: npt.NDArray[np.generic]) -> Tensor:
+    return Tensor.from_numpy(get_device(), array)
+
+
+def close(got: npt.NDArray[np.float32], wanted: F64, tolerance: float = 2e-6) -> None:
+    assert got.shape == wanted.shape
+    scale = np.abs(wanted).max(initial=1e-30)
+    assert np.abs(got - wanted).max(initial=0) <= tolerance * scale
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 576), (5, 7), (300, 48), (2, 4096), (0, 8), (3, 33)])
+def test_norms(shape: tuple[int, int], variant: str) -> None:
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=shape) * 3 + 100).astype(np.float32)
+    weight, bias = rng.normal(size=(2, shape[1])).astype(np.float32)
+    wide = x.astype(np.float64)
+    rms = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * weight
+    close(rms_norm(device_array(x), device_array(weight), 1e-5, variant=variant).numpy(), rms)
+    centred = wide - wide.mean(1, keepdims=True)
+    layer = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5) * weight
+    # The mean of values near 100 is only known to 100 * 2^-24, which is what remains of a row of one.
+    got = layer_norm(device_array(x), device_array(weight), None, 1e-5, variant=variant).numpy()
+    assert np.abs(got - layer).max(initial=0) < 5e-5
+    got = layer_norm(device_array(x), device_array(weight), device_array(bias), 1e-5, variant=variant).numpy()
+    assert np.abs(got - layer - bias).max(initial=0) < 5e-5
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3072), (7, 10), (130, 96), (0, 4)])
+def test_silu_mul(shape: tuple[int, int]) -> None:
+    x = (np.random.default_rng(2).normal(size=shape) * 8).astype(np.float32)
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    close(silu_mul(device_array(x)).numpy(), gate / (1 + np.exp(-gate)) * up)
+
+
+def test_activations_at_the_ends() -> None:
+    x = np.array([-1e30, -1000, -90, -1, -0.0, 0, 1e-30, 1, 90, 1000], np.float32)
+    with np.errstate(over="ignore"):
+        wide = x.astype(np.float64)
+        wanted = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+    got = gelu_tanh(device_array(x)).numpy()
+    assert np.allclose(got, wanted, rtol=1e-5, atol=1e-7)
+    many = (np.random.default_rng(3).normal(size=(77, 1001)) * 4).astype(np.float32)
+    wide = many.astype(np.float64)
+    wanted = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+    close(gelu_tanh(device_array(many)).numpy(), wanted)
+
+
+@pytest.mark.parametrize("encoding", ["f32", "f16", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("width", [1, 33, 576])
+def test_embedding(encoding: str, width: int) -> None:
+    rng = np.random.default_rng(4)
+    table = rng.normal(size=(50, width)).astype(np.float32)
+    places = rng.normal(size=(9, width)).astype(np.float32)
+    ids = np.array([0, 49, 7, 7, 50, -1, 31], np.int32)
+
+    def stored(values: npt.NDArray[np.float32]) -> tuple[Tensor, F64]:
+        if encoding in ("q4", "q8"):
+            packed = pack(device_array(values), encoding)
+            flat = decode(packed.bytes(), encoding, values.size)
+            return packed, flat.reshape(values.shape).astype(np.float64)
+        tensor = Tensor.from_numpy(get_device(), values, dtype=encoding)
+        return tensor, tensor.numpy().astype(np.float64)
+
+    held, values = stored(table)
+    got = embedding(device_array(ids), held).numpy()
+    inside = [0, 1, 2, 3, 6]
+    assert np.array_equal(got[inside], values[ids[inside]].astype(np.float32))
+    assert np.isnan(got[[4, 5]]).all()
+    held_places, place_values = stored(places)
+    start = device_array(np.array([4], np.int32))
+    got = embedding(device_array(ids), held, held_places, start).numpy()
+    wanted = values[ids[:4]] + place_values[4:8]
+    close(got[:4], wanted, 1e-6)
+    assert np.isnan(got[6]).all()  # position 10 of 9
+
+
+def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
+    """Plain softmax attention: q [tokens, heads, dim] over k, v [kv_heads, positions, dim]."""
+    tokens, heads, width = q.shape
+    group = heads // k.shape[0]
+    out = np.zeros_like(q)
+    for t in range(tokens):
+        own = start + t
+        first = 0 if window is None else max(0, own - window + 1)
+        for h in range(heads):
+            scores = k[h // group, first : own + 1] @ q[t, h] / np.sqrt(width)
+            weights = np.exp(scores - scores.max())
+            out[t, h] = weights / weights.sum() @ v[h // group, first : own + 1]
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("tokens", "start", "heads", "kv_heads", "width", "window"),
+    [
+        (1, 0, 1, 1, 2, None),
+        (1, 77, 9, 3, 64, None),
+        (1, 300, 4, 2, 12, 5),
+        (1, 40, 2, 1, 256, None),
+        (1, 40, 4, 4, 10, None),
+        (37, 0, 4, 2, 16, None),
+        (130, 5, 9, 3, 64, None),
+        (33, 20, 4, 1, 8, 7),
+        (64, 0, 2, 2, 10, 64),
+        (9, 3, 2, 1, 128, 4),
+        (6, 30, 1, 1, 250, None),
+    ],
+)
+def test_rotation_cache_and_attention(
+    tokens: int, start: int, heads: int, kv_heads: int, width: int, window: int | None, variant: str
+) -> None:
+    rng = np.random.default_rng(5)
+    device = get_device()
+    capacity = start + tokens + 3
+    q = rng.normal(size=(tokens, heads, width)) * 2
+    k = rng.normal(size=(capacity, kv_heads, width)) * 2
+    v = rng.normal(size=(capacity, kv_heads, width))
+    angles = np.arange(capacity)[:, None] * 10000.0 ** -(np.arange(width // 2) * 2 / width)
+    table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+
+    def turn(x: F64, positions: npt.NDArray[np.int64]) -> F64:
+        a, b = np.split(x, 2, axis=-1)
+        c, s = np.cos(angles[positions])[:, None], np.sin(angles[positions])[:, None]
+        return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+    qkv = np.concatenate([q, k[start : start + tokens], v[start : start + tokens]], 1).astype(np.float32)
+    keys = np.full((kv_heads, capacity, width), np.nan, np.float32)
+    values = keys.copy()
+    keys[:, :start] = turn(k[:start], np.arange(start)).transpose(1, 0, 2)
+    values[:, :start] = v[:start].transpose(1, 0, 2)
+    held = [device_array(a) for a in (qkv.reshape(tokens, -1), keys, values, np.array([start], np.int32))]
+    rope_and_cache(held[0], device_array(table), held[3], held[1], held[2], heads)
+    own = np.arange(start, start + tokens)
+    new_keys = held[1].numpy()
+    assert np.array_equal(new_keys[:, :start], keys[:, :start])
+    assert np.isnan(new_keys[:, start + tokens :]).all()
+    close(new_keys[:, own], turn(k[own], own).transpose(1, 0, 2))
+    got = attention(held[0], held[1], held[2], held[3], heads, window=window, variant=variant)
+    wanted = attend(
+        turn(q, own), turn(k, np.arange(capacity)).transpose(1, 0, 2), v.transpose(1, 0, 2), start, window
+    )
+    close(got.numpy().reshape(wanted.shape), wanted, 5e-6)
+
+
+def test_no_rotation_without_a_table() -> None:
+    rng = np.random.default_rng(6)
+    qkv = rng.normal(size=(3, 3 * 2 * 6)).astype(np.float32)
+    keys, values = (Tensor.empty(get_device(), (2, 5, 6)) for _ in range(2))
+    held, start = device_array(qkv), device_array(np.array([1], np.int32))
+    rope_and_cache(held, None, start, keys, values, 2)
+    assert np.array_equal(held.numpy(), qkv)
+    assert np.array_equal(keys.numpy()[:, 1:4], qkv[:, 12:24].reshape(3, 2, 6).transpose(1, 0, 2))
+    assert np.array_equal(values.numpy()[:, 1:4], qkv[:, 24:].reshape(3, 2, 6).transpose(1, 0, 2))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    """Scores of ±20,000 are far outside exp's range and must still give a clean softmax."""
+    q = np.full((2, 8), 100, np.float32)
+    keys = np.zeros((1, 2, 8), np.float32)
+    keys[0, 0], keys[0, 1] = 70, -70
+    values = np.stack([np.full((1, 8), 1), np.full((1, 8), 5)], 1).astype(np.float32)
+    start = device_array(np.array([0], np.int32))
+    for variant in VARIANTS:
+        got = attention(*map(device_array, (q, keys, values)), start, 1, variant=variant).numpy()
+        assert np.array_equal(got, np.ones((2, 8), np.float32))
+
+
+def test_arguments_are_checked() -> None:
+    device = get_device()
+    x = Tensor.empty(device, (2, 8))
+    with pytest.raises(DeviceError, match=r"weight must be f32\[8\], not f32\[7\]"):
+        rms_norm(x, Tensor.empty(device, (7,)), 1e-5)
+    with pytest.raises(DeviceError, match="x must be f32"):
+        layer_norm(Tensor.empty(device, (2, 8), "f16"), Tensor.empty(device, (8,)), None, 1e-5)
+    with pytest.raises(DeviceError, match="not a multiple of 2"):
+        cache = Tensor.empty(device, (2, 4, 4))
+        attention(Tensor.empty(device, (1, 12)), cache, cache, Tensor.empty(device, (1,), "i32"), 3)
+    with pytest.raises(DeviceError, match="is more than"):
+        cache = Tensor.empty(device, (1, 4, 2048))
+        attention(Tensor.empty(device, (1, 2048)), cache, cache, Tensor.empty(device, (1,), "i32"), 1)
+    with pytest.raises(DeviceError, match="do not split"):
+        silu_mul(Tensor.empty(device, (1, 3)))
