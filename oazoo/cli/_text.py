@@ -45,6 +45,14 @@ device_option = click.option(
 )
 
 
+special_option = click.option(
+    "--special/--no-special",
+    default=True,
+    help="Whether names of control tokens such as <|im_end|> in what you say become those tokens (then unknown ones are "
+    "errors), or are plain text.  [default: special]",
+)
+
+
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The sampling settings that were given; :class:`UsageError` for nonsense before anything is loaded."""
     given = {name: value for name, value in settings.items() if value is not None and value != ()}

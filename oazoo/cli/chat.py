@@ -18,9 +18,11 @@ from oazoo.cli._text import (
     read_text,
     sampling_options,
     say_summary,
+    special_option,
 )
 from oazoo.cli.common import INTERRUPTED, quiet_option, say, warn
 from oazoo.errors import OazooError, UsageError
+from oazoo.formats.atomic import atomic_file
 from oazoo.generation import ChatSession, TextModel
 
 HELP = """/reset          start again, with the same system message
@@ -40,11 +42,17 @@ Ctrl-C          end the answer"""
     type=click.Path(path_type=Path, dir_okay=False),
     help="Use this chat template (jinja2) in place of the model's own.",
 )
+@special_option
 @sampling_options
 @device_option
 @quiet_option
 def command(
-    model: str, system: str | None, template: Path | None, device: str | None, **settings: Any
+    model: str,
+    system: str | None,
+    template: Path | None,
+    special: bool,
+    device: str | None,
+    **settings: Any,
 ) -> int:
     """Talk with MODEL (a name of the zoo, a file, a folder or a URI), a line at a time.
 
@@ -53,16 +61,21 @@ def command(
     """
     given = check_settings(settings)
     source = read_text(template, "the chat template") if template is not None else None
-    return run(load_model(model, device), given, system=system, template=source)
+    return run(load_model(model, device), given, system=system, template=source, special=special)
 
 
 def run(
-    model: TextModel, settings: dict[str, Any], *, system: str | None = None, template: str | None = None
+    model: TextModel,
+    settings: dict[str, Any],
+    *,
+    system: str | None = None,
+    template: str | None = None,
+    special: bool = True,
 ) -> int:
     """The command with a model at hand; returns the exit status."""
     made = model.make_template(template) if template is not None else None
     interactive = sys.stdin.isatty()
-    with ChatSession(model, system=system, template=made, **settings) as chat:
+    with ChatSession(model, system=system, template=made, allow_special=special, **settings) as chat:
         if interactive:
             say("Type a message, or /help.", style="dim")
         while (line := _read_line(interactive)) is not None:
@@ -124,14 +137,8 @@ def _save(chat: ChatSession, argument: str) -> None:
         raise UsageError("/save needs the name of a file to write")
     path = Path(argument).expanduser()
     document = {"model": chat.model.name, "messages": chat.messages}
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            json.dump(document, file, ensure_ascii=False, indent=2)
-            file.write("\n")
-    except FileExistsError:
-        raise UsageError(f"{path} exists; choose another name") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    with atomic_file(path) as file:
+        file.write((json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode("utf-8"))
     say(f"{len(chat.messages)} messages written to {path}")
 
 

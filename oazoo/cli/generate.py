@@ -15,6 +15,7 @@ from oazoo.cli._text import (
     read_text,
     sampling_options,
     say_summary,
+    special_option,
 )
 from oazoo.cli.common import INTERRUPTED, emit, emit_json, json_option, quiet_option, say
 from oazoo.errors import UsageError
@@ -40,12 +41,7 @@ from oazoo.generation import GenerationResult, SamplingSettings, TextModel
     type=click.Path(path_type=Path, dir_okay=False),
     help="Use this chat template (jinja2) in place of the model's own.",
 )
-@click.option(
-    "--special/--no-special",
-    default=True,
-    help="Whether names of control tokens such as <|im_end|> in a raw prompt become those tokens; then unknown ones "
-    "are errors.  [default: special]",
-)
+@special_option
 @sampling_options
 @click.option("--stream/--no-stream", default=True, help="Print pieces as they come, or all at the end.")
 @click.option("--show-tokens", is_flag=True, help="List the prompt's tokens on stderr (with --json: in it).")

@@ -37,12 +37,14 @@ class ChatSession:
         *,
         system: str | None = None,
         template: ChatTemplate | None = None,
+        allow_special: bool = True,
         **settings: Any,
     ) -> None:
         self.model = model
         self.settings = SamplingSettings.make(model.generation, **settings)
         self.messages: list[dict[str, str]] = []
         self._template = template
+        self._allow_special = allow_special
         self._session: Session | None = None
         self._capacity = 0
         self._read: list[int] = []  # the ids whose memory the session holds
@@ -69,7 +71,9 @@ class ChatSession:
         if not text.strip():
             raise GenerationError("the message is empty: there is nothing to answer")
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids, _ = self.model.prompt_ids(messages=messages, template=self._template)
+        ids, _ = self.model.prompt_ids(
+            messages=messages, template=self._template, allow_special=self._allow_special
+        )
         max_tokens = self.model.room_for(len(ids), self.settings.max_tokens)
         session = self._session_for(len(ids) + max_tokens)
         reused = self._common_prefix(ids)

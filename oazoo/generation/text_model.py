@@ -15,6 +15,8 @@ from oazoo.generation.protocol import LanguageModel, Session
 from oazoo.generation.result import GenerationResult, Timings
 from oazoo.generation.sampling import Sampler, SamplingSettings
 from oazoo.text import BaseTokenizer, ChatTemplate, StreamDecoder, Tokenizer
+from oazoo.text.chat import ROLES, check_messages
+from oazoo.text.plain import PlainText
 from oazoo.text.streaming import ByteStreamDecoder
 
 #: Length limit of an answer when none is asked for.
@@ -139,13 +141,19 @@ class TextModel:
     # ---------------------------------------------------------------------------------------------- prompts
 
     def encode_messages(
-        self, messages: Messages, *, template: ChatTemplate | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Messages,
+        *,
+        template: ChatTemplate | None = None,
+        add_generation_prompt: bool = True,
+        allow_special: bool = True,
     ) -> list[int]:
         """The prompt ids of a conversation, through the chat template.
 
-        Names of control tokens in the template's output become those tokens; one that the vocabulary lacks is
-        an error when the template wrote it, and plain text when a message has it. A beginning token comes
-        first exactly once.
+        Names of control tokens become those tokens, and one that the vocabulary lacks is an error, unless the
+        assistant itself has written it. With ``allow_special=False`` that holds for what the template writes
+        only; in the messages such names are plain text, so that nobody can end a turn from inside it. A
+        beginning token comes first exactly once.
         """
         template = template or self.chat_template
         if template is None:
@@ -153,10 +161,15 @@ class TextModel:
                 f"{self.name} has no chat template, so it cannot be talked to. Give one with --template FILE "
                 f"(template=…), or continue a text as it is with 'oazoo generate --raw' (raw=True)."
             )
-        text = template.render(messages, add_generation_prompt=add_generation_prompt)
-        said = set().union(*(self.tokenizer.control_tokens_in(m["content"]) for m in messages))
-        self.tokenizer.check_special(text, ignore=said)
-        return self.tokenizer.encode_prompt(text)
+        checked = check_messages(messages)
+        tokenizer = self.tokenizer
+        plain = PlainText(tokenizer.special_tokens if not allow_special else ())
+        hidden = [{**message, "content": plain.hide(message["content"])} for message in checked]
+        text = template.render(hidden, add_generation_prompt=add_generation_prompt)
+        authors = ("assistant",) if allow_special else ROLES
+        said = (tokenizer.control_tokens_in(m["content"]) for m in checked if m["role"] in authors)
+        tokenizer.check_special(text, ignore=set().union(*said))
+        return plain.encode(text, tokenizer)
 
     def encode_text(self, text: str, *, allow_special: bool = True) -> list[int]:
         """The prompt ids of a text that is to be continued as it is."""
@@ -201,7 +214,8 @@ class TextModel:
             messages = [{"role": "user", "content": prompt}]
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return self._checked(self.encode_messages(messages, template=template)), False
+        chosen = self.encode_messages(messages, template=template, allow_special=allow_special)
+        return self._checked(chosen), False
 
     def _checked(self, ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
         array = np.asarray(ids)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from oazoo.cli import chat, generate
-from oazoo.errors import GenerationError, TokenizerError, UsageError
+from oazoo.errors import GenerationError, OazooError, TokenizerError, UsageError
 from oazoo.generation import TextModel
 from oazoo.text import Tokenizer
 
@@ -181,7 +184,7 @@ def test_commands_of_a_conversation(
     [
         (b"/nope\n", UsageError, "no command /nope"),
         (b"/save\n", UsageError, "needs the name"),
-        (b"/save /no/such/folder/talk.json\n", UsageError, "cannot be written"),
+        (b"/save /no/such/folder/talk.json\n", OazooError, "no/such/folder"),
         (b"\xff\n", UsageError, "not UTF-8"),
         (b"world " * 500 + b"\n", GenerationError, "context of 256"),
     ],
@@ -210,3 +213,81 @@ def test_an_interruption_ends_a_piped_conversation(
     reciting.fail_at, reciting.failure = len(model.prompt_ids("Hello")[0]) + 2, KeyboardInterrupt()
     assert talk(monkeypatch, model, b"Hello\nworld\n") == 130
     assert capsys.readouterr().out.count("\n") == 1
+
+
+TERMINAL = """
+import importlib.util, sys
+from oazoo.cli import chat
+from oazoo.cli.common import run_and_exit
+from oazoo.generation import TextModel
+from oazoo.text import Tokenizer
+spec = importlib.util.spec_from_file_location("models", sys.argv[1])
+models = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(models)
+tokenizer = Tokenizer(open(sys.argv[2], "rb").read(), bos_id=1, eos_ids=[2])
+said = tokenizer.encode("the end \\x1b[2J of the world. ")
+model = TextModel(models.Reciting(tokenizer.vocab_size, 0, said, 4000), tokenizer, models.CHATML)
+run_and_exit(lambda: chat.run(model, {"temperature": 0.0, "max_tokens": int(sys.argv[3])}))
+"""
+
+
+class Terminal:
+    """The chat command behind a pseudo-terminal, as a person has it."""
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
+        pty = pytest.importorskip("pty")
+        path = folder / "tokenizer.json"
+        path.write_text(tokenizer._library.to_str(), "utf-8")
+        models = Path(__file__).with_name("conftest.py")
+        self.master, other = pty.openpty()
+        command = [sys.executable, "-c", TERMINAL, str(models), str(path), str(max_tokens)]
+        self.process = subprocess.Popen(
+            command, stdin=other, stdout=other, stderr=other, start_new_session=True
+        )
+        os.close(other)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        while text not in self.seen:
+            self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+        before, _, self.seen = self.seen.partition(text)
+        self.before = before
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> int:
+        status = self.process.wait(60)
+        os.close(self.master)
+        return status
+
+
+def test_a_conversation_at_a_terminal(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    terminal = Terminal(tokenizer, tmp_path, 30)
+    terminal.wait_for("/help")
+    terminal.wait_for("> ")
+    terminal.type("Hello\n")
+    terminal.wait_for("the end \\x1b[2J of")  # a model's escape codes are shown, not obeyed
+    terminal.wait_for("ended by length")
+    terminal.type("/nope\n")
+    terminal.wait_for("error: there is no command /nope")
+    terminal.type("/exit\n")
+    assert terminal.end() == 0
+
+
+def test_ctrl_c_ends_an_answer_and_then_the_program(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    terminal = Terminal(tokenizer, tmp_path, 3900)
+    terminal.wait_for("> ")
+    terminal.type("Hello\n")
+    terminal.wait_for("the end")
+    terminal.interrupt()
+    terminal.wait_for("ended by cancelled")
+    terminal.wait_for("> ")
+    # Python looks for a signal when reading is interrupted, and may not have begun to read yet: press again.
+    while terminal.process.poll() is None:
+        terminal.interrupt()
+        time.sleep(0.1)
+    assert terminal.end() == 130
