@@ -1,0 +1,132 @@
+"""`make bench`: the numbers of docs/performance.md, measured on this machine with the real commands.
+
+Converts SmolLM2 to f16, packs it to Q8 and Q4, and runs each version in processes of its own: once with no compiled
+pipelines on disk (a cold start) and then a few times with them. Prints a Markdown section and leaves it, and the raw
+numbers as JSON, in build/bench.
+
+    python tools/bench.py [--runs 3] [--tokens 64]
+
+Speeds are the best of the warm runs, since everything else that a machine does can only slow one down. A start is the time
+from starting the process to the first token: interpreter, loading, prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from oazoo.cli.common import format_bytes
+
+MODEL = "smollm2-135m-instruct"
+FOLDER = Path("build") / "bench"
+#: About 250 tokens of plain text, taken raw, so that every run reads the same prompt.
+PROMPT = (
+    "The lighthouse stood at the end of the long stone pier, and every evening its keeper climbed the stairs with a "
+    "small lamp in his hand. He had counted the steps so often that he no longer noticed them, yet on stormy nights he "
+    "counted again, aloud, because the sound of his own voice was better company than the wind. Far below, the fishing "
+    "boats came home one after another, and he knew each of them by the way it crossed the bar. "
+) * 3
+
+
+def oazoo(*arguments: str, home: Path | None = None) -> tuple[Any, float]:
+    """Run `oazoo … --json` in a process of its own; returns what it printed and the seconds it took."""
+    environ = {**os.environ, **({"OAZOO_HOME": str(home)} if home is not None else {})}
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "oazoo", *arguments, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environ)
+    if done.returncode != 0:
+        sys.exit(f"bench: oazoo {arguments[0]} failed with exit status {done.returncode}")
+    return json.loads(done.stdout), time.perf_counter() - started
+
+
+def measure(path: Path, tokens: int, runs: int) -> dict[str, float]:
+    """Cold and warm runs of one version."""
+    arguments = ["generate", str(path), "-p", PROMPT, "--raw", "--temperature", "0", "--ignore-eos"]
+    arguments += ["--max-tokens", str(tokens)]
+    home = FOLDER / "home"
+    shutil.rmtree(home, ignore_errors=True)  # compiled pipelines live there
+    results = []
+    for _ in range(runs + 1):
+        result, seconds = oazoo(*arguments, home=home)
+        results.append({**result["timings"], "start_s": seconds - result["timings"]["decode_s"]})
+        results[-1]["prompt_tokens"] = result["prompt_tokens"]
+    cold, warm = results[0], results[1:]
+    return {
+        "bytes": path.stat().st_size,
+        "prompt_tokens": cold["prompt_tokens"],
+        "prefill_tokens_per_s": max(result["prefill_tokens_per_s"] for result in warm),
+        "decode_tokens_per_s": max(result["decode_tokens_per_s"] for result in warm),
+        "load_s": min(result["load_s"] for result in warm),
+        "cold_start_s": cold["start_s"],
+        "warm_start_s": min(result["start_s"] for result in warm),
+    }
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=3, help="warm runs of each version (default 3)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default 64)")
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+
+    device = oazoo("doctor")[0]["vulkan"]
+    oazoo("pull", MODEL)
+    dense = FOLDER / f"{MODEL}-f16.oam"
+    _, convert_s = oazoo("convert", MODEL, "-o", str(dense), "--dtype", "f16", "--force")
+    files, packing = {"f16": dense}, {}
+    for target in ("q8", "q4"):
+        files[target] = FOLDER / f"{MODEL}-{target}.oam"
+        command = ["quantize", str(dense), "-o", str(files[target]), "--to", target, "--force"]
+        oazoo(*command)  # compiles the packing kernel
+        packing[target], _ = oazoo(*command)
+    measured = {name: measure(path, options.tokens, options.runs) for name, path in files.items()}
+
+    chosen = next(d for d in device["devices"] if d["index"] == device["chosen"])
+    lines = [
+        f"{MODEL} on {chosen['name']} ({chosen['driver']}); {processor()}, {os.cpu_count()} cores; "
+        f"prompt of {measured['f16']['prompt_tokens']} tokens, {options.tokens} generated.",
+        "",
+        "| | file | prompt tokens/s | decode tokens/s | load s | warm start s | cold start s |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, m in measured.items():
+        lines.append(
+            f"| {name} | {format_bytes(m['bytes'])} | {m['prefill_tokens_per_s']:.0f} | {m['decode_tokens_per_s']:.1f} "
+            f"| {m['load_s']:.2f} | {m['warm_start_s']:.2f} | {m['cold_start_s']:.2f} |"
+        )
+    lines += ["", f"Converting to f16 takes {convert_s:.1f} s. Packing the f16 file:", ""]
+    for target, report in packing.items():
+        speed = report["packed_bytes"] / report["seconds"] / 1e9
+        lines.append(f"- to {target}: {report['seconds']:.2f} s, {speed:.2f} GB/s of dense weights")
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    (FOLDER / "performance.md").write_text(text, encoding="utf-8")
+    numbers = {"device": chosen, "convert_s": convert_s, "packing": packing, "versions": measured}
+    (FOLDER / "performance.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
