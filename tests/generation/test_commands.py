@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,7 +287,9 @@ def test_ctrl_c_ends_an_answer_and_then_the_program(tokenizer: Tokenizer, tmp_pa
     terminal.wait_for("ended by cancelled")
     terminal.wait_for("> ")
     # Python looks for a signal when reading is interrupted, and may not have begun to read yet: press again.
-    while terminal.process.poll() is None:
+    for _ in range(10):
         terminal.interrupt()
-        time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            terminal.process.wait(5)
+            break
     assert terminal.end() == 130
