@@ -21,7 +21,6 @@ import pytest
 
 from oazoo.zoo import web
 
-
 #: The store of the whole suite, which outlives a run: a large file is fetched once.
 SUITE_HOME = os.environ.get("OAZOO_HOME")
 
