@@ -47,7 +47,12 @@ GPT2: dict[str, Any] = {
 
 
 def llama_tensors(config: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, Array]:
-    """Random weights under Hugging Face names, of the shapes that the config means."""
+    """Random weights of :func:`llama_shapes`."""
+    return _random(llama_shapes(config), seed, dtype)
+
+
+def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names of a Llama, with the shapes that the config means."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     kv = config.get("num_key_value_heads") or heads
@@ -71,7 +76,7 @@ def llama_tensors(config: Mapping[str, Any], seed: int = 0, dtype: Any = np.floa
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return _random(shapes, seed, dtype)
+    return shapes
 
 
 def gpt2_tensors(config: Mapping[str, Any], seed: int = 0, prefix: str = "transformer.") -> dict[str, Array]:

@@ -190,7 +190,7 @@ def _hf_window(
         if not isinstance(types, (list, tuple)) or len(types) != layers:
             raise TranslationError(f"{settings.where}: layer_types must list the {layers} layers")
         for kind in types:
-            if kind not in names:
+            if not isinstance(kind, str) or kind not in names:
                 raise TranslationError(
                     f"{settings.where}: layer type {str(kind)[:64]!r} is not supported; "
                     f"supported: {', '.join(names)}"
