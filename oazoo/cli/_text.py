@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from oazoo.cli.common import emit, format_duration, printable, say
+from oazoo.cli.common import emit, format_duration, printable, progress_bar, say
 from oazoo.errors import UsageError
 from oazoo.generation import GenerationResult, SamplingSettings, TextModel, TextStream
 
@@ -66,7 +66,10 @@ def load_model(name: str, device: str | None) -> TextModel:
 
     if device is not None:
         os.environ["OAZOO_DEVICE"] = device
-    model: TextModel = oazoo.load(name)
+    with progress_bar() as progress:
+        model = oazoo.load(name, progress=progress, notify=say)
+    if model.info.get("software_device"):
+        say(f"{model.info.get('device')} is a software device: everything works, slowly")
     return model
 
 
