@@ -39,21 +39,18 @@ def _linear() -> dict[str, KernelSpec]:
 
 
 def _rows() -> dict[str, KernelSpec]:
-    """What works on rows of activations: norms and attention in two variants (lanes.slang), embedding, rotary, activations."""
+    """What works on rows of activations: norms, attention, embedding, rotary, activations."""
     table: dict[str, KernelSpec] = {}
     for lanes in ("Wave8", "Group32"):
         for name, entry in (("rms_norm", "rms"), ("layer_norm", "layer")):
             table[f"{name}_{lanes.lower()}"] = KernelSpec("norm", f"{entry}{lanes}")
-        # Queries a workgroup, and the most parts of 4 components that a lane holds.
-        for name, sizes in (
-            ("decode", "1, 2"),
-            ("prompt", "4, 2"),
-            ("decode_wide", "1, 8"),
-            ("prompt_wide", "2, 8"),
-        ):
-            table[f"attention_{name}_{lanes.lower()}"] = KernelSpec("attention", f"attend{lanes}<{sizes}>")
     for encoding, weight in WEIGHTS.items():
         table[f"embedding_{encoding}"] = KernelSpec("embedding", f"embed<{weight}>")
+        table[f"decode_{encoding}"] = KernelSpec("embedding", f"decode<{weight}>")
+    for dim in LANES_HEAD_DIMS:
+        table[f"attention_lanes_{dim}"] = KernelSpec("attention", f"attendLanes<{dim}>")
+    table["attention_group"] = KernelSpec("attention", "attendGroup")
+    table["argmax"] = KernelSpec("argmax", "argmax")
     table["rope_and_cache"] = KernelSpec("rope", "ropeAndCache")
     table["silu_mul"] = KernelSpec("activation", "siluMul")
     table["gelu_tanh"] = KernelSpec("activation", "geluTanh")
@@ -62,21 +59,7 @@ def _rows() -> dict[str, KernelSpec]:
 
 KERNELS: dict[str, KernelSpec] = {
     **_rows(),
-    "add": KernelSpec("elementwise", "binary<Add>"),
-    "silu_mul": KernelSpec("elementwise", "binary<SiluMul>"),
-    "gelu_tanh": KernelSpec("elementwise", "binary<GeluTanh>"),
-    "rms_norm": KernelSpec("norm", "rmsNorm"),
-    "layer_norm": KernelSpec("norm", "layerNorm"),
-    "rotary_store": KernelSpec("rotary", "rotaryStore"),
-    "argmax": KernelSpec("argmax", "argmax"),
-    "attention_group": KernelSpec("attention", "attendGroup"),
-    **{f"attention_lanes_{dim}": KernelSpec("attention", f"attendLanes<{dim}>") for dim in LANES_HEAD_DIMS},
-    **{f"embed_{name}": KernelSpec("embedding", f"embed<{weight}>") for name, weight in WEIGHTS.items()},
-    **{
-        f"add_positions_{name}": KernelSpec("embedding", f"addPositions<{weight}>")
-        for name, weight in WEIGHTS.items()
-    },
-    **{f"decode_{name}": KernelSpec("embedding", f"decode<{weight}>") for name, weight in WEIGHTS.items()},
+    "add_f32": KernelSpec("elementwise", "add"),
     **{
         f"pack_{target}_{source}": KernelSpec(
             "pack", f"pack{target.upper()}<{source.upper()}Source>", precise=True

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from math import sqrt
 
-from oazoo.runtime.ops.common import lanes, require, require_dense
+from oazoo.runtime.ops.common import eight_lanes, require, require_dense
 from oazoo.runtime.tensor import Tensor
 
-#: Components of a head that the narrow and the wide kernels can hold, by variant.
-_LIMITS = {"wave8": (64, 256), "group32": (256, 1024)}
+#: Head widths that the kernels for CPU devices are compiled for, and the widest that the general one holds.
+LANES_HEAD_DIMS = (32, 64, 128)
+MAX_HEAD_DIM = 256
 
 
 def rope_and_cache(
@@ -72,7 +73,7 @@ def attention(
         start: i32 [1], position of the first query.
         heads: query heads, a multiple of kv_heads.
         window: positions that a query sees, its own included; None for all.
-        variant: ``wave8`` or ``group32``; the device's own if None.
+        variant: ``lanes`` (8-lane CPU devices, some head widths) or ``group``; the best that fits if None.
 
     Returns:
         f32 [tokens, heads · head_dim].
@@ -86,21 +87,22 @@ def attention(
     tokens, stride = q.shape
     require(heads % kv_heads == 0, op, f"{heads} heads are not a multiple of {kv_heads} key/value heads")
     require(stride >= heads * head_dim, op, f"rows of {stride} are shorter than {heads} heads of {head_dim}")
-    # Rows are read four components at a time where a head's width allows.
-    require(head_dim % 4 != 0 or stride % 4 == 0, op, f"rows of {stride} are not a multiple of 4")
     require(window is None or window > 0, op, f"window {window} must be positive")
-    variant = variant or lanes(q.device)
-    narrow, wide = _LIMITS[variant]
     require(
-        head_dim <= wide, op, f"head_dim {head_dim} is more than the {wide} that the {variant} kernels hold"
+        head_dim <= MAX_HEAD_DIM, op, f"head_dim {head_dim} is more than the {MAX_HEAD_DIM} that kernels hold"
     )
-    rows = 1 if tokens == 1 else 4 if head_dim <= narrow else 2
-    name = (
-        f"attention_{'decode' if tokens == 1 else 'prompt'}{'_wide' if head_dim > narrow else ''}_{variant}"
-    )
+    if variant is None:
+        # The lanes kernel reads rows of q in 64-bit words.
+        fast = head_dim in LANES_HEAD_DIMS and stride % 2 == 0 and q.address % 8 == 0
+        variant = "lanes" if fast and eight_lanes(q.device) else "group"
     y = Tensor.empty(q.device, (tokens, heads * head_dim))
+    if variant == "lanes":
+        name = f"attention_lanes_{head_dim}"
+        groups = (kv_heads, -(-tokens * (heads // kv_heads) // 8), 1)
+    else:
+        name, groups = "attention_group", (heads, tokens, 1)
     q.device.kernel(name).dispatch(
-        (heads, -(-tokens // rows), 1),
+        groups,
         {"q": q, "keys": keys, "values": values, "start": start},
         {"y": y},
         tokens=tokens,

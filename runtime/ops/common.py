@@ -29,6 +29,12 @@ def require_dense(tensor: Tensor, op: str, name: str, dtype: str, *shape: int) -
     require(tensor.numel <= MAX_ELEMENTS, op, f"{name} has more elements than one run can address")
 
 
+def eight_lanes(device: Device) -> bool:
+    """Whether the kernels written for CPU devices fit: subgroups of exactly 8 lanes, and 64-bit integers to load with."""
+    info = device.info
+    return info.is_software and info.subgroup_size == 8 and "shaderInt64" in info.features
+
+
 def lanes(device: Device) -> str:
     """How workgroups reduce on this device: ``wave8`` within a subgroup, or ``group32`` through shared memory.
 

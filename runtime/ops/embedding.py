@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from oazoo.runtime.ops.common import MAX_ELEMENTS, require, require_dense
 from oazoo.runtime.tensor import Tensor
 
 
 def embedding(
-    ids: Tensor, table: Tensor, positions: Tensor | None = None, start: Tensor | None = None
+    ids: Tensor,
+    table: Tensor | Sequence[Tensor],
+    positions: Tensor | None = None,
+    start: Tensor | None = None,
 ) -> Tensor:
     """Rows of ``table`` by id, plus rows of ``positions`` from ``start`` on.
 
@@ -15,7 +20,7 @@ def embedding(
 
     Args:
         ids: i32 [tokens].
-        table: [vocabulary, width], any encoding.
+        table: [vocabulary, width], any encoding; or several tensors of one encoding that hold its rows in order.
         positions: [positions, width] in the table's encoding, or None.
         start: i32 [1], position of the first token; needed with ``positions``.
 
@@ -24,22 +29,32 @@ def embedding(
     """
     op = "embedding"
     require_dense(ids, op, "ids", "i32", -1)
-    require(len(table.shape) == 2, op, f"table must have 2 dimensions, not {len(table.shape)}")
-    require(table.numel <= MAX_ELEMENTS, op, "table has more elements than one run can address")
     require((positions is None) == (start is None), op, "positions and start go together")
-    vocabulary, width = table.shape
+    parts = [table] if isinstance(table, Tensor) else list(table)
+    encoding = parts[0].dtype
+    for part in parts:
+        fits = len(part.shape) == 2 and part.shape[1] == parts[0].shape[-1] and part.dtype == encoding
+        require(fits, op, f"the table's parts must be {encoding}[any, {parts[0].shape[-1]}], not {part!r}")
+        require(part.numel <= MAX_ELEMENTS, op, "the table has more elements than one run can address")
+    width = parts[0].shape[1]
     if positions is not None:
-        same = positions.dtype == table.dtype and len(positions.shape) == 2 and positions.shape[1] == width
-        require(same, op, f"positions must be {table.dtype}[any, {width}], not {positions!r}")
+        same = positions.dtype == encoding and len(positions.shape) == 2 and positions.shape[1] == width
+        require(same, op, f"positions must be {encoding}[any, {width}], not {positions!r}")
     tokens = ids.shape[0]
     y = Tensor.empty(ids.device, (tokens, width))
-    ids.device.kernel(f"embedding_{table.dtype}").dispatch(
-        (-(-width // 256), tokens, 1),
-        {"ids": ids, "table": table, "positions": positions, "start": start},
-        {"y": y},
-        tokens=tokens,
-        width=width,
-        vocabulary=vocabulary,
-        position_rows=0 if positions is None else positions.shape[0],
-    )
+    kernel = ids.device.kernel(f"embedding_{encoding}")
+    first = 0
+    for part in parts:
+        kernel.dispatch(
+            (-(-width // 256), tokens, 1),
+            {"ids": ids, "table": part, "positions": positions, "start": start},
+            {"y": y},
+            tokens=tokens,
+            width=width,
+            first=first,
+            part=part.shape[0],
+            vocabulary=sum(p.shape[0] for p in parts),
+            position_rows=0 if positions is None else positions.shape[0],
+        )
+        first += part.shape[0]
     return y

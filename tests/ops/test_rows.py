@@ -88,6 +88,12 @@ def test_embedding(encoding: str, width: int) -> None:
     inside = [0, 1, 2, 3, 6]
     assert np.array_equal(got[inside], values[ids[inside]].astype(np.float32))
     assert np.isnan(got[[4, 5]]).all()
+    # The same table in three parts, each starting where a row and a block of 32 begin together.
+    parts = [stored(table[a:b]) for a, b in ((0, 32), (32, 32 + 16), (48, 50))]
+    whole = np.concatenate([v for _, v in parts])
+    split = embedding(device_array(ids), [t for t, _ in parts]).numpy()
+    assert np.array_equal(split[inside], whole[ids[inside]].astype(np.float32))
+    assert np.isnan(split[[4, 5]]).all()
     held_places, place_values = stored(places)
     start = device_array(np.array([4], np.int32))
     got = embedding(device_array(ids), held, held_places, start).numpy()
@@ -111,7 +117,7 @@ def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
     return out
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [None, "group"])
 @pytest.mark.parametrize(
     ("tokens", "start", "heads", "kv_heads", "width", "window"),
     [
@@ -129,10 +135,9 @@ def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
     ],
 )
 def test_rotation_cache_and_attention(
-    tokens: int, start: int, heads: int, kv_heads: int, width: int, window: int | None, variant: str
+    tokens: int, start: int, heads: int, kv_heads: int, width: int, window: int | None, variant: str | None
 ) -> None:
     rng = np.random.default_rng(5)
-    device = get_device()
     capacity = start + tokens + 3
     q = rng.normal(size=(tokens, heads, width)) * 2
     k = rng.normal(size=(capacity, kv_heads, width)) * 2
@@ -177,14 +182,14 @@ def test_no_rotation_without_a_table() -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     """Scores of ±20,000 are far outside exp's range and must still give a clean softmax."""
-    q = np.full((2, 8), 100, np.float32)
-    keys = np.zeros((1, 2, 8), np.float32)
+    q = np.full((2, 32), 50, np.float32)
+    keys = np.zeros((1, 2, 32), np.float32)
     keys[0, 0], keys[0, 1] = 70, -70
-    values = np.stack([np.full((1, 8), 1), np.full((1, 8), 5)], 1).astype(np.float32)
+    values = np.stack([np.full((1, 32), 1), np.full((1, 32), 5)], 1).astype(np.float32)
     start = device_array(np.array([0], np.int32))
-    for variant in VARIANTS:
+    for variant in (None, "group"):
         got = attention(*map(device_array, (q, keys, values)), start, 1, variant=variant).numpy()
-        assert np.array_equal(got, np.ones((2, 8), np.float32))
+        assert np.array_equal(got, np.ones((2, 32), np.float32))
 
 
 def test_arguments_are_checked() -> None:
