@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from oazoo.configs import ModelConfig
-from oazoo.errors import OutputError, TranslationError
+from oazoo.errors import OutputError, TranslationError, UsageError
 from oazoo.formats.atomic import check_output
 from oazoo.formats.mapped import open_regular
 from oazoo.formats.oam_writer import OamWriter
@@ -185,7 +186,7 @@ def convert(
         _check_disk(planned, target)
         _check_ties(planned)
         known = dict(provenance or {})
-        hashes = _hashes(planned, known.get("files") or {}, progress)
+        hashes = _hashes(planned, _known_hashes(known), progress)
         config = planned.oam_config(hashes, known)
         record = planned.source_record(hashes, known)
         writer = OamWriter(
@@ -258,6 +259,16 @@ def _check_ties(planned: Plan) -> None:
                 f"{source.path}: the config ties {copy} to {used}, but the two differ; "
                 "set tie_word_embeddings to false in config.json if the head is its own"
             )
+
+
+def _known_hashes(provenance: Mapping[str, Any]) -> Mapping[str, str]:
+    files = provenance.get("files") or {}
+    for name, digest in files.items():
+        if not re.fullmatch(r"[0-9a-f]{64}", str(digest)):
+            raise UsageError(
+                f"provenance: {str(digest)[:64]!r} is not the SHA-256 of {name!r} in hexadecimal"
+            )
+    return dict(files)
 
 
 def _hashes(planned: Plan, known: Mapping[str, str], progress: Progress | None) -> dict[str, str]:

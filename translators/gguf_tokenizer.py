@@ -144,12 +144,12 @@ def _merges(meta: Settings, vocab: dict[str, int]) -> list[list[str]]:
     pairs = []
     for number, merge in enumerate(merges):
         # A byte-level token never holds a space, so the one space divides the two sides.
-        parts = merge.split(" ") if isinstance(merge, str) else []
-        if len(parts) != 2 or any(part not in vocab for part in (*parts, "".join(parts))):
+        left, _, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+        if not (left and right and left in vocab and right in vocab and left + right in vocab):
             raise TokenizerError(
                 f"{meta.where}: merge {number} ({str(merge)[:64]!r}) does not join two tokens to a third"
             )
-        pairs.append(parts)
+        pairs.append([left, right])
     return pairs
 
 

@@ -138,7 +138,7 @@ def _template(folder: _Folder, tokens: Settings, notes: list[str]) -> str | None
     for entry in value:
         item = Settings(entry, f"{tokens.where}: chat_template")
         found[item.text("name")] = item.text("template")
-    left_out = [name[:64] for name in found if name != "default"]
+    left_out = [repr(name[:64]) for name in found if name != "default"]
     if left_out:
         notes.append(f"chat templates left out: {', '.join(left_out)}; the default is kept")
     return found.get("default")

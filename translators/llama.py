@@ -66,6 +66,8 @@ _HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1, 1.0),
     "final_logit_softcapping": (),
     "attn_logit_softcapping": (),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
     "use_qk_norm": (False,),
     "qk_norm": (False,),
     "no_rope_layers": ([],),
@@ -264,7 +266,7 @@ def _translate_gguf(checkpoint: Checkpoint) -> Translation:
     known = {at + key for key in (*_GGUF_HARMLESS, "context_length")} | meta.taken
     for key in meta.values:
         if key.startswith(at) and key not in known:
-            notes.append(f"setting {key[:80]} is not known and was not considered")
+            notes.append(f"setting {key[:80]!r} is not known and was not considered")
     permuted = {"attn.q": config.num_heads, "attn.k": config.num_kv_heads} if arch == "llama" else {}
 
     def transform(part: str) -> Transform:

@@ -63,7 +63,12 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about this conversion."""
-        return (*self.checkpoint.source.notes, *self.translation.notes, *self.assets.notes)
+        notes = [*self.checkpoint.source.notes, *self.translation.notes, *self.assets.notes]
+        if any(tensor.encoding == "f64" for tensor in self.checked.tensors):
+            notes.append(
+                "weights of 64 bits are kept as they are; no model runs in them: --dtype f32 makes them usable"
+            )
+        return tuple(notes)
 
     @cached_property
     def output_bytes(self) -> int:

@@ -336,6 +336,8 @@ def test_provenance_is_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="colour"):
         convert(folder, tmp_path / "m.oam", provenance={"colour": "red"})
     assert not (tmp_path / "m.oam").exists()
+    with pytest.raises(UsageError, match="SHA-256"):
+        convert(folder, tmp_path / "m.oam", provenance={"files": {"model.safetensors": "guess"}})
     known = {"model.safetensors": "ab" * 32}
     report = convert(folder, tmp_path / "m.oam", provenance={"files": known})
     assert report.source["sha256"] == "ab" * 32
@@ -400,22 +402,25 @@ convert(sys.argv[1], sys.argv[2], dtype=sys.argv[4])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the address space is read from /proc")
 @pytest.mark.parametrize("dtype", ["keep", "f16"])
 def test_memory_is_bounded(tmp_path: Path, dtype: str) -> None:
-    """A model of 300 MB in tensors of up to 8 MB converts within 200 MB of address space."""
+    """A model of 170 MB in tensors of up to 8 MB converts within 120 MB of address space."""
     config = LLAMA | {
         "hidden_size": 1024,
         "intermediate_size": 2048,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "vocab_size": 2048,
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
     }
     folder = write_hf(tmp_path / "hf", config, llama_tensors(config))
-    assert (folder / "model.safetensors").stat().st_size > 300e6
+    assert (folder / "model.safetensors").stat().st_size > 170e6
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(folder), str(tmp_path / "m.oam"), str(200 << 20), dtype],
+        [sys.executable, "-c", _MEASURE, str(folder), str(tmp_path / "m.oam"), str(120 << 20), dtype],
         capture_output=True,
         text=True,
     )
+    # The suite keeps the folders of its last runs; these files are large.
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "m.oam").unlink(missing_ok=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -252,6 +252,7 @@ def test_the_window_counts_the_token_itself() -> None:
         ({"logits_scaling": 8.0}, "logits_scaling"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"use_qk_norm": True}, "use_qk_norm"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"hidden_size": 33}, "hidden_size"),
     ],
 )

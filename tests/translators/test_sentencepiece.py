@@ -256,7 +256,7 @@ def test_damaged_or_unsupported_models(data: bytes, named: str) -> None:
 
 def test_damage_anywhere_is_an_error_or_a_tokenizer() -> None:
     whole = proto(vocabulary(merges=5))
-    for cut in range(0, len(whole), 7):
+    for cut in range(0, len(whole), 29):
         for data in (whole[:cut], whole[:cut] + b"\xff" + whole[cut + 1 :]):
             try:
                 build_model(data, EMPTY, "tokenizer.model")
