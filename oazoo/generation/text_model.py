@@ -371,7 +371,10 @@ class TextModel:
         rows = array.astype(np.int32)
         if rows.ndim == 1:
             return self.model.logits(rows)
-        return np.stack([self.model.logits(row) for row in rows])
+        result = np.empty((*rows.shape, self.model.vocab_size), np.float32)
+        for row, place in zip(rows, result, strict=True):
+            place[:] = self.model.logits(row)
+        return result
 
     def close(self) -> None:
         """Give the model's device memory back, if it has a way to."""
