@@ -22,6 +22,9 @@ MAX_KEY = 65535
 #: ggml itself stops at 63 characters; some image models have longer names.
 MAX_NAME = 1024
 MAX_DIMS = 4
+#: Above what any model has.
+MAX_PAIRS = 1 << 16
+MAX_TENSORS = 1 << 18
 DEFAULT_ALIGNMENT = 32
 #: Array elements of all metadata together: several times the largest vocabularies (tokens, scores, types, merges).
 MAX_ARRAY_ELEMENTS = 1 << 23
@@ -119,14 +122,16 @@ def read_head(file: MappedFile) -> GgufHead:
     version = _version(reader)
     tensor_count = reader.unpack("<Q", "the number of tensors")
     pair_count = reader.unpack("<Q", "the number of key/values")
-    for count, smallest, noun in (
-        (pair_count, _SMALLEST_PAIR, "key/values"),
-        (tensor_count, _SMALLEST_TENSOR, "tensors"),
+    for count, smallest, most, noun in (
+        (pair_count, _SMALLEST_PAIR, MAX_PAIRS, "key/values"),
+        (tensor_count, _SMALLEST_TENSOR, MAX_TENSORS, "tensors"),
     ):
         if count * smallest > reader.left:
             raise FormatError(
                 f"{file.path}: announces {count} {noun}, more than its {file.size} bytes can hold; cut short or damaged"
             )
+        if count > most:
+            raise FormatError(f"{file.path}: announces {count} {noun}; at most {most} are read")
     metadata = _pairs(reader, pair_count)
     tensors = _tensors(reader, tensor_count)
     return GgufHead(version, metadata, tensors, _alignment(file, metadata), reader.offset)

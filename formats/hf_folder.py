@@ -6,19 +6,21 @@ them is reported in ``notes``, never read.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from oazoo.errors import FormatError, UsageError
+from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats.mapped import MappedFile
 from oazoo.formats.messages import quoted, some
-from oazoo.formats.safetensors import MAX_HEADER, SafetensorsSource
+from oazoo.formats.safetensors import SafetensorsSource
 from oazoo.formats.source import SourceTensor, WeightSource
 from oazoo.formats.strict_json import Cursor, decode_utf8
 
 INDEX_SUFFIX = ".safetensors.index.json"
+MAX_INDEX = 1 << 26
 
 
 class ShardedSource(WeightSource):
@@ -59,13 +61,15 @@ class ShardedSource(WeightSource):
     ) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
         tensors: dict[str, SourceTensor] = {}
         metadata: dict[str, Any] = {}
+        wanted: defaultdict[str, set[str]] = defaultdict(set)
+        for tensor, file in weight_map.items():
+            wanted[file].add(tensor)
         for name in names:
             shard = SafetensorsSource(folder / name)
             self._shards.append(shard)
             metadata.update(shard.metadata)
-            wanted = {tensor for tensor, file in weight_map.items() if file == name}
-            missing = sorted(wanted - shard.keys())
-            extra = sorted(shard.keys() - wanted)
+            missing = sorted(wanted[name] - shard.keys())
+            extra = sorted(shard.keys() - wanted[name])
             if missing or extra:
                 raise FormatError(
                     f"{folder / name}: does not hold what {self.path.name} says: "
@@ -100,7 +104,7 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
     Raises:
         UsageError: there are several candidates, so that the user has to name one; or none.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = [path for path in _listed(folder) if path.is_file() and not path.name.startswith(".")]
     indexes = [path for path in files if path.name.endswith(INDEX_SUFFIX)]
     if len(indexes) == 1:
         return indexes[0], ()
@@ -126,8 +130,8 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
 def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
     file = MappedFile(path)
     try:
-        if file.size > MAX_HEADER:
-            raise FormatError(f"{path}: an index of {file.size} bytes; at most {MAX_HEADER} are read")
+        if file.size > MAX_INDEX:
+            raise FormatError(f"{path}: an index of {file.size} bytes; at most {MAX_INDEX} are read")
         text = decode_utf8(file.read(0, file.size), str(path))
     finally:
         file.close()
@@ -136,9 +140,11 @@ def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
     cursor = Cursor(text, str(path))
     for key in cursor.keys("the index"):
         if key == "metadata":
-            stated = cursor.small_object("metadata").get("total_size")
-            if isinstance(stated, (int, float)) and not isinstance(stated, bool):
-                total = int(stated)
+            stated = cursor.value("metadata")
+            if not isinstance(stated, dict):
+                raise FormatError(f"{path}: metadata must be an object")
+            size = stated.get("total_size")
+            total = int(size) if isinstance(size, (int, float)) and 0 <= size < 2**63 else None
         elif key == "weight_map":
             weight_map = {}
             for name in cursor.keys("weight_map"):
@@ -146,7 +152,7 @@ def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
                     raise FormatError(f"{path}: weight_map: {quoted(name)} cannot be a tensor name")
                 weight_map[name] = _checked_name(path, cursor.string(f"weight_map[{quoted(name)}]"))
         else:
-            raise FormatError(f"{path}: unknown key {quoted(key)}; an index has 'metadata' and 'weight_map'")
+            cursor.value(quoted(key))
     cursor.finish(" \t\r\n")
     if weight_map is None:
         raise FormatError(f"{path}: has no 'weight_map'")
@@ -155,13 +161,8 @@ def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
 
 def _checked_name(path: Path, name: str) -> str:
     """A file name from the index, which must stay inside the folder on any system."""
-    parts = PurePosixPath(name).parts
-    if (
-        not parts
-        or name.startswith("/")
-        or any(character in name for character in "\\:\0")
-        or any(part in ("..", ".") for part in name.split("/"))
-        or "" in name.split("/")
+    if any(character in name for character in "\\:\0") or any(
+        part in ("", ".", "..") for part in name.split("/")
     ):
         raise FormatError(
             f"{path}: weight_map names the file {quoted(name)}, which is not a plain name inside the folder"
@@ -170,18 +171,23 @@ def _checked_name(path: Path, name: str) -> str:
 
 
 def _stray(folder: Path, known: set[str]) -> list[str]:
-    return sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.name not in known and path.name.endswith((".safetensors", INDEX_SUFFIX))
-    )
+    weights = (".safetensors", INDEX_SUFFIX)
+    return [path.name for path in _listed(folder) if path.name not in known and path.name.endswith(weights)]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise OazooError(f"{folder}: cannot be read: {error.strerror}") from error
 
 
 def _check_present(path: Path, names: list[str], weight_map: dict[str, str], stray: list[str]) -> None:
     absent = [name for name in names if not (path.parent / name).is_file()]
     if not absent:
         return
-    counts = [f"{name} ({sum(file == name for file in weight_map.values())} tensors)" for name in absent]
+    held = Counter(weight_map.values())
+    counts = [f"{quoted(name)} ({held[name]} tensors)" for name in absent]
     message = f"{path}: {len(absent)} of {len(names)} files that it names are not there: {some(counts)}"
     if stray:
         message += f"; there, but not named by it: {some(stray)}: the index seems to be of another export"

@@ -50,8 +50,11 @@ class MappedFile:
                 f"{self.path}: cut short: {size} bytes at offset {offset} lie outside the file of {self.size} bytes"
             )
         self._check_open()
-        self._file.seek(offset)
-        data = self._file.read(size)
+        try:
+            self._file.seek(offset)
+            data = self._file.read(size)
+        except OSError as error:
+            raise OazooError(f"{self.path}: cannot be read: {error.strerror}") from error
         if len(data) != size:
             raise FormatError(f"{self.path}: changed while it was read: the file is shorter than it was")
         return data

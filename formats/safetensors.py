@@ -25,6 +25,9 @@ MAX_HEADER = 100_000_000
 #: NumPy holds no more dimensions.
 MAX_RANK = 64
 MAX_NAME = 4096
+#: Above what any model has: the largest have some hundred thousand tensors, over all their files.
+MAX_TENSORS = 1 << 18
+MAX_METADATA = 1 << 16
 
 #: Type names in a header, and our encodings.
 DTYPES = {
@@ -112,12 +115,16 @@ def _read(file: MappedFile) -> tuple[MappingProxyType[str, Any], dict[str, Mappe
         if name == "__metadata__":
             for key in cursor.keys("__metadata__"):
                 metadata[key] = cursor.string(f"__metadata__[{quoted(key)}]")
+                if len(metadata) > MAX_METADATA:
+                    raise FormatError(f"{path}: __metadata__ has more than {MAX_METADATA} keys")
             continue
         entry = cursor.small_object(name)
         try:
             ranges.append(_entry(name, entry))
         except FormatError as error:
             raise FormatError(f"{path}: tensor {quoted(name)}: {error}") from error
+        if len(ranges) > MAX_TENSORS:
+            raise FormatError(f"{path}: has more than {MAX_TENSORS} tensors")
     cursor.finish(" ")
     _check_cover(path, ranges, data_size)
     return MappingProxyType(metadata), {

@@ -113,6 +113,15 @@ class Cursor:
             raise FormatError(f"{self.what}: {what} holds half of a surrogate pair")
         return value
 
+    def value(self, what: str) -> Any:
+        """The value here, of any kind and size."""
+        self.peek()
+        try:
+            value, self.position = _STRICT.raw_decode(self.text, self.position)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{self.what}: {what}: is not JSON: {error}") from error
+        return value
+
     def small_object(self, name: str) -> dict[str, Any]:
         """The object here, the value of ``name``, of at most :data:`SMALL` characters and without objects inside."""
         if self.peek() != "{":

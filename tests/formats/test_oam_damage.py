@@ -246,16 +246,16 @@ def section_cases() -> Iterator[tuple[str, bytes]]:
         yield f"Optimizer {payload[:6]!r} of {len(payload)} bytes", build(optimizer=payload)
 
 
-def tensor_cases(section: str) -> Iterator[tuple[str, bytes]]:
+def tensor_cases(section: int) -> Iterator[tuple[str, bytes]]:
     def one(
         label: str, *entries: bytes, blob: bytes = bytes(512), count: int | None = None, reserved: int = 0
     ) -> tuple[str, bytes]:
         payload = table(*entries, blob=blob, count=count, reserved=reserved)
-        return f"{section}: {label}", build(**{section: payload})
+        return f"section {section}: {label}", build(GOOD | {section: payload})
 
     yield one("nothing", blob=b"", count=1)
     for payload in (b"", b"\0" * 7):
-        yield f"{section} of {len(payload)} bytes", build(**{section: payload})
+        yield f"section {section} of {len(payload)} bytes", build(GOOD | {section: payload})
     for count in (2, 1000, 2**31, 2**32 - 1):
         yield one(f"{count} entries", entry(b"a", (4,), 0, 16), blob=b"", count=count)
     yield one("reserved count", entry(b"a", (4,), 0, 16), reserved=1)
@@ -361,8 +361,8 @@ def carried_cases() -> Iterator[tuple[str, bytes]]:
 def all_cases() -> Iterator[tuple[str, bytes]]:
     yield from file_cases()
     yield from section_cases()
-    yield from tensor_cases("weights")
-    yield from tensor_cases("state")
+    yield from tensor_cases(WEIGHTS)
+    yield from tensor_cases(STATE)
     yield from version_cases()
     yield from carried_cases()
 

@@ -157,7 +157,6 @@ def test_reencoding_keeps_every_value(source: str, kind: GGMLQuantizationType) -
     )
 
 
-
 @pytest.mark.parametrize("encoding", ["q4", "q8"])
 def test_large_tensors_are_encoded_in_pieces(encoding: str) -> None:
     values = np.random.default_rng(6).standard_normal(1_100_017).astype(np.float32)

@@ -1,0 +1,148 @@
+"""What the ``.oam`` writer refuses, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oazoo.errors import FormatError, UsageError
+from oazoo.formats.oam import OamSource
+from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
+from oazoo.formats.oam_writer import OamEntry, OamWriter
+
+ENTRY = OamEntry("w", (4,), "f32")
+
+
+def writer(path: Path, overwrite: bool = False) -> OamWriter:
+    return OamWriter(path, config=OamConfig("test"), entries=[ENTRY], overwrite=overwrite)
+
+
+def test_an_unwritten_tensor(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"never written.*'w'"), writer(tmp_path / "x"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("data", [b"", bytes(15), bytes(17), [bytes(8), bytes(9)], [b""], np.zeros(5, "f4")])
+def test_a_wrong_number_of_bytes(tmp_path: Path, data: object) -> None:
+    with pytest.raises(FormatError, match="takes 16 bytes"), writer(tmp_path / "x") as output:
+        output.write("w", data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_and_repeated_names(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'v' is not among"), writer(tmp_path / "x") as output:
+        output.write("v", b"")
+    with pytest.raises(UsageError, match="written already"), writer(tmp_path / "x") as output:
+        output.write("w", bytes(16))
+        output.write("w", bytes(16))
+
+
+def test_interruption(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), writer(tmp_path / "x", overwrite=True):
+        raise KeyboardInterrupt
+    assert (tmp_path / "x").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        OamEntry("", (1,), "f32"),
+        OamEntry("n" * 128, (1,), "f32"),
+        OamEntry("é" * 64, (1,), "f32"),
+        OamEntry("a\0", (1,), "f32"),
+        OamEntry("\ud800", (1,), "f32"),
+        OamEntry("w", (1,) * 9, "f32"),
+        OamEntry("w", (2**40, 2**40), "f32"),
+        OamEntry("w", (0,), "q4"),
+        OamEntry("w", (32,), "gguf.q8_0"),
+        OamEntry("w", (32,), "f33"),
+        OamEntry("w", (32,), "q8", "state"),
+        OamEntry("w", (32,), "f8_e4m3", "state"),
+        OamEntry("w", (3,), "f4_e2m1"),
+    ],
+)
+def test_what_the_format_cannot_hold(tmp_path: Path, entry: OamEntry) -> None:
+    with pytest.raises(FormatError):
+        OamWriter(tmp_path / "x", config=OamConfig("test"), entries=[entry])
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    for entries in ([ENTRY, ENTRY], [ENTRY, OamEntry("w", (1,), "u8", "state")]):
+        with pytest.raises(FormatError, match="twice"):
+            OamWriter(tmp_path / "x", config=OamConfig("test"), entries=entries)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OamConfig(""),
+        OamConfig("a" * 32),
+        OamConfig("a\0"),
+        OamConfig("a", d_model=-1),
+        OamConfig("a", vocab_size=2**32),
+        OamConfig("a", weight_dtype="q4"),
+    ],
+)
+def test_configs_that_do_not_fit(tmp_path: Path, config: OamConfig) -> None:
+    with pytest.raises(FormatError, match="Config"):
+        OamWriter(tmp_path / "x", config=config, entries=[])
+
+
+@pytest.mark.parametrize(
+    "progress", [OamProgress(step=2**63), OamProgress(phase=256), OamProgress(metric_name="m" * 32), b"x"]
+)
+def test_progress_that_does_not_fit(tmp_path: Path, progress: OamProgress | bytes) -> None:
+    with pytest.raises(FormatError, match="Progress"):
+        OamWriter(tmp_path / "x", config=OamConfig("a"), entries=[], progress=progress)
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    with OamWriter(tmp_path / "x", config=OamConfig("a"), entries=[]):
+        pass
+    with OamSource(tmp_path / "x") as source:
+        source.verify()
+        assert len(source) == 0 and source.progress == OamProgress() and source.optimizer is None
+
+
+def test_only_in_a_with_statement(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="with statement"):
+        writer(tmp_path / "x").write("w", bytes(16))
+
+
+THREE = np.arange(3, dtype="f4")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OamOptimizer("Adam", first=THREE),
+        OamOptimizer("Adam", first=THREE, second=THREE[:2]),
+        OamOptimizer("Muon", first=THREE, second=THREE),
+        OamOptimizer("Lion"),
+        OamOptimizer("SGD", step=2**63, second=THREE[:0]),
+    ],
+)
+def test_optimizers_that_do_not_fit(tmp_path: Path, optimizer: OamOptimizer) -> None:
+    with pytest.raises(FormatError, match="Optimizer"):
+        OamWriter(tmp_path / "x", config=OamConfig("a"), entries=[], optimizer=optimizer)
+
+
+def test_optimizers_come_back(tmp_path: Path) -> None:
+    for kind, second in (("Adam", THREE * 2), ("Muon", None), ("SGD", THREE)):
+        optimizer = OamOptimizer(kind, 0.5, 0.25, 0.125, 1.0, 2.0, 9, THREE, second)
+        with OamWriter(
+            tmp_path / "x", config=OamConfig("a"), entries=[], optimizer=optimizer, overwrite=True
+        ):
+            pass
+        with OamSource(tmp_path / "x") as source:
+            source.verify()
+            read = source.optimizer
+            assert read is not None
+            assert (read.kind, read.lr, read.beta1, read.beta2) == (kind, 0.5, 0.25, 0.125)
+            assert (read.eps, read.weight_decay, read.step) == (1.0, 2.0, 9)
+            for ours, theirs in zip(read.moments, optimizer.moments, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
