@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import oazoo
 from oazoo.configs import ModelConfig
 from oazoo.errors import UsageError
 from oazoo.formats.detect import open_source
@@ -102,7 +102,7 @@ class Plan:
             "source": self.source_record(hashes, provenance or {}),
             "generation": dict(self.assets.generation),
             "tokenizer": dict(self.assets.tokens),
-            "tool": f"oazoo {oazoo.__version__}",
+            "tool": f"oazoo {_version()}",
         }
         kinds = [tensor.encoding for tensor in self.tensors if tensor.encoding not in ("q4", "q8")]
         return OamConfig(
@@ -259,6 +259,14 @@ def plan(
         if opened is not source:
             opened.close()
         raise
+
+
+def _version() -> str:
+    """The version of the installed package (the package itself is above this layer)."""
+    try:
+        return version("oazoo")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _own_name(checkpoint: Checkpoint) -> str:
