@@ -1,0 +1,52 @@
+"""Sums of tensors, decoding of weights, and the position of the largest value."""
+
+from __future__ import annotations
+
+from oazoo.runtime.ops.common import MAX_GROUPS, grid, require, require_dense
+from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
+
+_LANES = 64
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """``a + b`` of f32 tensors of one shape."""
+    for name, tensor in (("a", a), ("b", b)):
+        require_dense(tensor, "add", name, "f32", *a.shape)
+    most = MAX_GROUPS * _LANES * 4
+    require(a.numel <= most, "add", f"{a.numel:,} elements are more than the {most:,} of one run")
+    y = Tensor.empty(a.device, a.shape)
+    groups = -(-a.numel // (4 * _LANES))
+    a.device.kernel("add_f32").dispatch((groups, 1, 1), {"a": a, "b": b}, {"y": y}, count=a.numel)
+    return y
+
+
+def dequantize(x: Tensor) -> Tensor:
+    """The float32 values of a tensor in any weight encoding, in its shape."""
+    known = ("f32", "f16", "bf16", *BLOCK_CODE_BYTES)
+    require(x.dtype in known, "dequantize", f"x cannot be {x.dtype}; it can be {', '.join(known)}")
+    require(x.numel < 2**31, "dequantize", f"{x.numel:,} elements are more than one run can address")
+    require(x.address % 4 == 0, "dequantize", "x must start at a multiple of 4 bytes")
+    y = Tensor.empty(x.device, x.shape)
+    groups = grid(-(-x.numel // (4 * _LANES)))
+    if x.numel:
+        kernel = x.device.kernel(f"decode_{x.dtype}")
+        kernel.dispatch(groups, {"w": x}, {"y": y}, count=x.numel, columns=groups[0])
+    return y
+
+
+def argmax(x: Tensor) -> Tensor:
+    """Index of the largest value of each row; the first among equals; NaN is never the largest.
+
+    Args:
+        x: f32 [rows, width], width at least 1.
+
+    Returns:
+        i32 [rows].
+    """
+    require_dense(x, "argmax", "x", "f32", -1, -1)
+    rows, width = x.shape
+    require(width > 0, "argmax", "rows have no values")
+    require(rows <= MAX_GROUPS, "argmax", f"{rows:,} rows are more than the {MAX_GROUPS:,} of one run")
+    y = Tensor.empty(x.device, (rows,), "i32")
+    x.device.kernel("argmax").dispatch((rows, 1, 1), {"x": x}, {"y": y}, width=width)
+    return y

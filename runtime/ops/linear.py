@@ -1,0 +1,241 @@
+"""Matrix products with weights in any encoding, with what surrounds them in a model folded in.
+
+Every product is ``x · wᵀ`` with w stored [outputs, inputs], as checkpoints have it. Weights stay packed in memory and are
+decoded inside the kernel; sums are float32. Three variants compute the same:
+
+- ``lanes``: CPU devices with 8 lanes, inputs a multiple of 32; one kernel for single rows and one for 8 rows at a time;
+- ``group``: any device and size, a workgroup for 4 outputs of a row: for few rows;
+- ``tile``: any device and size, tiles in shared memory: for many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oazoo.errors import DeviceError
+from oazoo.runtime.ops.common import eight_lanes, require, require_dense
+from oazoo.runtime.ops.norm import rms_norm
+from oazoo.runtime.tensor import Tensor
+
+#: Encodings that weights may have, and the alignment that kernels load them with.
+ENCODINGS = ("f32", "f16", "bf16", "q8", "q4")
+VARIANTS = ("lanes", "group", "tile")
+#: Elements of one weight or one output that a run can address: kernels index with signed 32 bits.
+MAX_ELEMENTS = 2**31 - 1
+
+_BIAS = (1, 2, 4)
+_RESIDUAL, _NORM, _GELU = 8, 16, 32
+#: Outputs and rows of a workgroup, by variant and form.
+_OUTPUTS = {
+    "lanes": {"linear": 16, "gated": 8},
+    "group": {"linear": 4, "gated": 4},
+    "tile": {"linear": 32, "gated": 32},
+}
+_TILE_ROWS, _LANES_ROWS = 32, 8
+#: Rows up to which a single-row kernel, run once a row, beats the kernel for many.
+_FEW_ROWS = {"lanes": 2, "group": 4}
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gelu: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    variant: str | None = None,
+) -> Tensor:
+    """``activation(norm(x) · weightᵀ + bias) + residual``.
+
+    Args:
+        x: f32 [rows, inputs].
+        weight: [outputs, inputs] in f32, f16, bf16, q8 or q4; or several that read the same x, whose outputs are laid side
+            by side in the result (query, key and value; parts of a large table). Up to three of one encoding are one run.
+        bias: f32 [outputs], or one (or None) for each weight.
+        norm: f32 [inputs]; if given, x first goes through RMSNorm with this weight and ``eps``.
+        eps: of the norm.
+        gelu: apply the tanh form of GELU before the residual is added.
+        residual: f32 of the result's shape; may be ``out`` itself.
+        out: f32 tensor to write the result to; a new one if None.
+        variant: ``lanes``, ``group`` or ``tile``; the fastest that fits if None.
+
+    Returns:
+        f32 [rows, outputs of all weights].
+
+    Raises:
+        DeviceError: shapes, types or sizes that do not fit.
+    """
+    op = "linear"
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
+    if bias is None:
+        biases = [None] * len(weights)
+    require(len(weights) > 0, op, "no weights")
+    require(len(biases) == len(weights), op, f"{len(biases)} biases for {len(weights)} weights")
+    rows = _check(op, x, weights, biases)
+    outputs = sum(w.shape[0] for w in weights)
+    y = out if out is not None else Tensor.empty(x.device, (rows, outputs))
+    require_dense(y, op, "out", "f32", rows, outputs)
+    if residual is not None:
+        require_dense(residual, op, "residual", "f32", rows, outputs)
+    x, norm, variant = _prepare(op, x, norm, eps, weights, variant)
+    column = at = 0
+    while at < len(weights):
+        count = 1
+        while count < 3 and at + count < len(weights) and weights[at + count].dtype == weights[at].dtype:
+            count += 1
+        some = weights[at : at + count]
+        flags = (_RESIDUAL if residual is not None else 0) | (_GELU if gelu else 0)
+        _run("linear", variant, x, some, biases[at : at + count], norm, eps, residual, y, column, flags)
+        column += sum(w.shape[0] for w in some)
+        at += count
+    return y
+
+
+def gated(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    variant: str | None = None,
+) -> Tensor:
+    """``silu(norm(x) · gateᵀ + gate_bias) * (norm(x) · upᵀ + up_bias)``: the first half of SwiGLU (arXiv:2002.05202).
+
+    Args:
+        x: f32 [rows, inputs].
+        gate: [outputs, inputs] in f32, f16, bf16, q8 or q4.
+        up: the same shape and encoding.
+        gate_bias: f32 [outputs], or None.
+        up_bias: f32 [outputs], or None.
+        norm: f32 [inputs]; if given, x first goes through RMSNorm with this weight and ``eps``.
+        eps: of the norm.
+        variant: ``lanes``, ``group`` or ``tile``; the fastest that fits if None.
+
+    Returns:
+        f32 [rows, outputs].
+
+    Raises:
+        DeviceError: shapes, types or sizes that do not fit.
+    """
+    op = "gated"
+    require(gate.shape == up.shape, op, f"gate is {list(gate.shape)} and up {list(up.shape)}")
+    require(
+        gate.dtype == up.dtype, op, f"gate is {gate.dtype} and up {up.dtype}; they must have one encoding"
+    )
+    rows = _check(op, x, [gate, up], [gate_bias, up_bias])
+    y = Tensor.empty(x.device, (rows, gate.shape[0]))
+    x, norm, variant = _prepare(op, x, norm, eps, [gate, up], variant)
+    _run("gated", variant, x, [gate, up], [gate_bias, up_bias], norm, eps, None, y, 0, 0)
+    return y
+
+
+def _check(op: str, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> int:
+    require_dense(x, op, "x", "f32", -1, -1)
+    rows, inputs = x.shape
+    for w, b in zip(weights, biases, strict=True):
+        require(w.dtype in ENCODINGS, op, f"weights cannot be {w.dtype}; they can be {', '.join(ENCODINGS)}")
+        fits = len(w.shape) == 2 and w.shape[1] == inputs
+        require(fits, op, f"a weight of shape {list(w.shape)} does not take rows of {inputs}")
+        require(
+            w.numel <= MAX_ELEMENTS, op, f"a weight of {w.numel:,} elements: give its rows in several tensors"
+        )
+        require(w.address % 4 == 0, op, "a weight must start at a multiple of 4 bytes")
+        if b is not None:
+            require_dense(b, op, "bias", "f32", w.shape[0])
+    largest = rows * max(inputs, sum(w.shape[0] for w in weights))
+    require(largest <= MAX_ELEMENTS, op, f"{rows:,} rows are too many for one run: give fewer at a time")
+    return rows
+
+
+def _prepare(
+    op: str, x: Tensor, norm: Tensor | None, eps: float, weights: list[Tensor], variant: str | None
+) -> tuple[Tensor, Tensor | None, str]:
+    """Choose the variant; run the norm by itself where the kernel for many rows will not."""
+    rows, inputs = x.shape
+    if norm is not None:
+        require_dense(norm, op, "norm", "f32", inputs)
+    fits = inputs % 32 == 0 and inputs > 0 and x.address % 8 == 0 and all(w.address % 8 == 0 for w in weights)
+    fits = fits and (norm is None or norm.address % 8 == 0)
+    if variant is None:
+        if fits and eight_lanes(x.device):
+            variant = "lanes"
+        else:
+            variant = "group" if rows <= _FEW_ROWS["group"] else "tile"
+    require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")
+    if variant == "lanes":
+        require(fits, op, f"{inputs} inputs (or how the tensors lie in memory) do not suit the lanes variant")
+    if norm is not None and (variant == "tile" or (variant == "lanes" and rows > _FEW_ROWS["lanes"])):
+        x, norm = rms_norm(x, norm, eps), None
+    return x, norm, variant
+
+
+def _run(
+    form: str,
+    variant: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: Sequence[Tensor | None],
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    y: Tensor,
+    column: int,
+    flags: int,
+) -> None:
+    rows, inputs = x.shape
+    encoding, name = weights[0].dtype, variant
+    row_groups = rows
+    if variant == "tile":
+        row_groups = -(-rows // _TILE_ROWS)
+    elif variant == "lanes":
+        if rows > _FEW_ROWS["lanes"]:
+            name, row_groups = "lanes8", -(-rows // _LANES_ROWS)
+        else:
+            name = "lanes1" if norm is None else "lanes1_norm"
+    device = x.device
+    kernel = device.kernel(f"{form}_{name}_{encoding}")
+    for index, b in enumerate(biases):
+        flags |= _BIAS[index] if b is not None else 0
+    flags |= _NORM if norm is not None else 0
+    three: list[Tensor | None] = [*weights, None, None][:3]
+    three_biases: list[Tensor | None] = [*biases, None, None][:3]
+    outputs = [0 if w is None else w.shape[0] for w in three]
+    width = _OUTPUTS[variant][form]
+    tiles = -(-outputs[0] // width) if form == "gated" else sum(-(-n // width) for n in outputs)
+    if row_groups > device.info.max_groups[1]:
+        raise DeviceError(
+            f"{form}: {rows:,} rows are too many for one run on this device: give fewer at a time"
+        )
+    for first in range(0, tiles, device.info.max_groups[0]):
+        kernel.dispatch(
+            (min(tiles - first, device.info.max_groups[0]), row_groups, 1),
+            {
+                "x": x,
+                "norm": norm,
+                "w0": three[0],
+                "w1": three[1],
+                "w2": three[2],
+                "b0": three_biases[0],
+                "b1": three_biases[1],
+                "b2": three_biases[2],
+                "residual": residual,
+            },
+            {"y": y},
+            k=inputs,
+            rows=rows,
+            n0=outputs[0],
+            n1=outputs[1],
+            n2=outputs[2],
+            stride=y.shape[1],
+            column=column,
+            first=first,
+            flags=flags,
+            eps=eps,
+        )
