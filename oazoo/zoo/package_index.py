@@ -59,7 +59,8 @@ class IndexFile:
 def pip_command() -> list[str] | None:
     """How to run pip here, or None."""
     if find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        # -P: a pip.py in the current folder is not what is meant.
+        return [sys.executable, "-P", "-m", "pip"]
     found = shutil.which("pip3") or shutil.which("pip")
     return [found] if found else None
 
@@ -99,7 +100,7 @@ def _run_pip(arguments: tuple[str, ...], environment: tuple[tuple[str, str], ...
     if command is None:
         return ""
     if arguments[0] == "-c":
-        command = command[:1] if command[1:] else []
+        command = command[:2] if command[1:] else []
     if not command:
         return ""
     try:

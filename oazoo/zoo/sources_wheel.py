@@ -71,7 +71,7 @@ class WheelSource(Source):
         elif settings.indexes:
             reason = f"{redact(settings.indexes[0])} has no wheel of {wanted}"
         else:
-            reason = "no package index is configured, and pip is not there to ask; set PIP_INDEX_URL"
+            reason = "no package index is configured; set PIP_INDEX_URL"
         if self.ref.version is not None and _pip_may_help(settings, failures):
             self._notify(f"package index: {reason}; trying pip download")
             return self._resolved(self.ref.version, client, None)
@@ -174,7 +174,7 @@ def _pip_may_help(settings: IndexSettings, failures: Sequence[PullError]) -> boo
         isinstance(error, HttpStatusError) and error.status in (401, 403, 407) for error in failures
     )
     distrusted = any(isinstance(error, Unreachable) and "certificate" in str(error) for error in failures)
-    return settings.local or refused or distrusted
+    return settings.local or refused or distrusted or not settings.indexes
 
 
 def _pick(ref: WheelRef, files: Iterable[IndexFile]) -> IndexFile | None:

