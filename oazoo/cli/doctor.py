@@ -81,7 +81,7 @@ def _print_device(device: dict[str, Any], *, chosen: bool) -> None:
             "workgroup",
             f"{device['max_invocations']} lanes, {device['max_shared_bytes'] // 1024} KiB shared memory",
         ),
-        ("not needed, for information", optional),
+        ("optional", optional),
         ("usable", "yes" if device["problem"] is None else f"no: {device['problem']}"),
     ]
     for name, value in rows:

@@ -18,8 +18,14 @@ from oazoo import __version__
 from oazoo.runtime.probe import Probe, manifest_paths, run_probe
 from oazoo.runtime.stress import Stress, run_stress
 
-#: Devices' optional features that people ask about; the kernels need none of them.
-OPTIONAL_FEATURES = ("shaderFloat16", "storageBuffer16BitAccess", "shaderInt8", "storageBuffer8BitAccess")
+#: Features that people ask about. No kernel needs them; those for processors read 64 bits at a time where they can.
+OPTIONAL_FEATURES = (
+    "shaderInt64",
+    "shaderFloat16",
+    "storageBuffer16BitAccess",
+    "shaderInt8",
+    "storageBuffer8BitAccess",
+)
 
 #: Where apt keeps what it knows of its suites.
 _APT_LISTS = Path("/var/lib/apt/lists")
