@@ -1,5 +1,40 @@
-"""oazoo: a model zoo with weight translation and quantization, on its own Vulkan runtime."""
+"""oazoo: a model zoo with weight translation and quantization, on its own Vulkan runtime.
+
+The public functions are imported when they are first used, so that ``import oazoo`` is quick and needs no driver:
+:func:`load`, :func:`convert`, :func:`quantize`, :func:`pull`.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from oazoo.errors import OazooError
+
+if TYPE_CHECKING:
+    from oazoo.zoo.convert import convert
+    from oazoo.zoo.load import load
+    from oazoo.zoo.pull import pull
+    from oazoo.zoo.quantize import quantize
+
 __version__ = "0.1.0"
+
+__all__ = ["OazooError", "__version__", "convert", "load", "pull", "quantize"]
+
+_HOMES = {
+    "convert": "oazoo.zoo.convert",
+    "load": "oazoo.zoo.load",
+    "pull": "oazoo.zoo.pull",
+    "quantize": "oazoo.zoo.quantize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'oazoo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -53,6 +53,20 @@ def inverse_frequencies(
     return table.astype(np.float32), magnitude
 
 
+def rotary_table(
+    inverse: npt.NDArray[np.float32], magnitude: float, positions: int
+) -> npt.NDArray[np.float32]:
+    """Cosine and sine of position times inverse frequency: float32 [positions, head_dim / 2, 2].
+
+    A table, because devices may compute their own sines to no more than 2^-11, and worse for the angles of late positions.
+    """
+    angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
+    table = np.empty((*angles.shape, 2), np.float32)
+    np.multiply(np.cos(angles), magnitude, out=table[..., 0], casting="same_kind")
+    np.multiply(np.sin(angles), magnitude, out=table[..., 1], casting="same_kind")
+    return table
+
+
 def _llama3(table: npt.NDArray[np.float64], scaling: RopeScaling) -> npt.NDArray[np.float64]:
     """Llama 3.1: fast pairs stay, slow pairs are divided by the factor, those between are blended by wavelength."""
     original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
@@ -88,7 +102,9 @@ def _yarn(
     if scaling.attention_factor is not None:
         magnitude = scaling.attention_factor
     elif scaling.mscale and scaling.mscale_all_dim:
-        magnitude = attention(scaling.factor, scaling.mscale) / attention(scaling.factor, scaling.mscale_all_dim)
+        magnitude = attention(scaling.factor, scaling.mscale) / attention(
+            scaling.factor, scaling.mscale_all_dim
+        )
     else:
         magnitude = attention(scaling.factor, 1.0)
     return stretched, magnitude

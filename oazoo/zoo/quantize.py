@@ -141,8 +141,8 @@ def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[Tenso
     if already and all(step.reason for step in steps):
         raise FormatError(
             f"{source.path} is quantised already: {len(already)} tensors, the first is {already[0].name} "
-            f"({already[0].source}), and nothing dense is left. Packing it again would add the errors up; quantize the dense "
-            "model"
+            f"({already[0].source}), and nothing dense is left. Packing it again would add the errors up; quantize "
+            "the dense model"
         )
     return steps
 

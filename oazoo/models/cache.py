@@ -1,0 +1,51 @@
+"""The KV cache of one sequence: keys and values of every layer, in device memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.runtime import Device, Tensor
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values, and the position of what comes next.
+
+    Attributes:
+        layers: a pair a layer, f32 [kv_heads, capacity, head_dim] each.
+        start: i32 [1], position of the first token of the run that is recorded or replayed.
+        capacity: tokens that fit.
+        rotary: f32 [capacity, head_dim / 2, 2] of cosine and sine by position, or None without rotary positions.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    start: Tensor
+    capacity: int
+    rotary: Tensor | None
+
+    @classmethod
+    def create(
+        cls,
+        device: Device,
+        *,
+        layers: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        rotary: npt.NDArray[Any] | None = None,
+    ) -> KVCache:
+        """Room for ``capacity`` tokens. Nothing is cleared: positions are written before they are read."""
+        shape = (kv_heads, capacity, head_dim)
+        pairs = tuple((Tensor.empty(device, shape), Tensor.empty(device, shape)) for _ in range(layers))
+        start = Tensor.from_numpy(device, np.zeros(1, np.int32))
+        table = None if rotary is None else Tensor.from_numpy(device, rotary)
+        return cls(pairs, start, capacity, table)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the keys and values take."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)

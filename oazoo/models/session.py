@@ -1,0 +1,189 @@
+"""Running a causal language model token by token: prompts in chunks, decoding by replay of a captured step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.errors import GenerationError
+from oazoo.models.cache import KVCache
+from oazoo.nn.module import Module
+from oazoo.runtime import Device, Program, Tensor
+
+Ids = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+
+#: Tokens of a prompt that go through the layers together. More would not be faster, and takes more memory.
+CHUNK = 256
+#: Logits computed at a time when those of every position are wanted: bounds what the vocabulary multiplies.
+_HEAD_ROWS = 64
+
+
+class CausalModel(Module):
+    """A causal language model on a device. Subclasses give the layers; this gives sessions and logits.
+
+    Attributes:
+        vocab_size: number of logits.
+        max_positions: longest sequence.
+        device: where the weights are.
+    """
+
+    vocab_size: int
+    max_positions: int
+    device: Device
+
+    @abstractmethod
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache for one sequence of up to ``capacity`` tokens."""
+
+    @abstractmethod
+    def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """The residual stream after the last layer, f32 [tokens, hidden].
+
+        ``ids`` is i32 [tokens]; the first of them stands at position ``cache.start``.
+        """
+
+    @abstractmethod
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: f32 [rows, hidden] to [rows, vocab_size]."""
+
+    def new_session(self, max_tokens: int) -> DeviceSession:
+        """An empty session with room for ``max_tokens`` tokens.
+
+        Raises:
+            GenerationError: more than the model has positions for.
+            DeviceError: no device memory for the cache.
+        """
+        if not 1 <= max_tokens <= self.max_positions:
+            raise GenerationError(
+                f"a session of {max_tokens} tokens; this model has {self.max_positions} positions"
+            )
+        return DeviceSession(self, max_tokens)
+
+    def logits(self, ids: npt.ArrayLike) -> Logits:
+        """Logits after each token.
+
+        Args:
+            ids: int [tokens], or [batch, tokens]: each row is a sequence of its own.
+
+        Returns:
+            float32 [tokens, vocab_size] or [batch, tokens, vocab_size].
+
+        Raises:
+            GenerationError: no tokens, ids outside the vocabulary, or more tokens than positions.
+        """
+        array = np.asarray(ids)
+        if array.ndim not in (1, 2) or array.dtype.kind not in "iu" or not array.size:
+            raise GenerationError(
+                f"ids must be integers [tokens] or [batch, tokens], at least one; not {array.dtype}{list(array.shape)}"
+            )
+        rows = np.atleast_2d(array)
+        check_ids(rows, self.vocab_size)
+        result = np.empty((*rows.shape, self.vocab_size), np.float32)
+        for i, row in enumerate(rows):
+            session = self.new_session(row.size)
+            session.all_logits(row.astype(np.int32), result[i])
+            session.close()
+        return result.reshape(*array.shape, self.vocab_size)
+
+
+def check_ids(ids: npt.NDArray[np.integer], vocab_size: int) -> None:
+    """Raise a GenerationError for an id outside the vocabulary."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise GenerationError(
+            f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}"
+        )
+
+
+class DeviceSession:
+    """One sequence: its cache, and the captured step that decodes one token.
+
+    Logits come back as float32 [vocab_size] arrays of their own.
+    """
+
+    def __init__(self, model: CausalModel, max_tokens: int) -> None:
+        self._model = model
+        self._cache: KVCache | None = model.new_cache(max_tokens)
+        self._position = 0
+        self._step: tuple[Program, Tensor, Tensor] | None = None
+
+    @property
+    def position(self) -> int:
+        """Number of tokens fed so far."""
+        return self._position
+
+    def _open(self, more: int) -> KVCache:
+        if self._cache is None:
+            raise GenerationError("this session is closed")
+        if self._position + more > self._cache.capacity:
+            raise GenerationError(
+                f"this session has room for {self._cache.capacity} tokens; {self._position} are fed and {more} more came"
+            )
+        return self._cache
+
+    def prefill(self, ids: Ids) -> Logits:
+        """Feed ``ids`` [n ≥ 1]; the logits that follow the last.
+
+        A prompt of one token goes through the captured step, like decoding.
+        """
+        ids = np.asarray(ids, np.int32)
+        if ids.size == 1:
+            return self.decode(int(ids[0]))
+        cache = self._open(ids.size)
+        check_ids(ids, self._model.vocab_size)
+        last: Tensor | None = None
+        for start in range(0, ids.size, CHUNK):
+            last = self._feed(ids[start : start + CHUNK], cache)
+        assert last is not None
+        rows = last.shape[0]
+        result: Logits = self._model.head_logits(last.rows(rows - 1, rows)).numpy()[0]
+        return result
+
+    def _feed(self, ids: Ids, cache: KVCache) -> Tensor:
+        cache.start.write(np.array([self._position], np.int32))
+        hidden = self._model.hidden(Tensor.from_numpy(self._model.device, ids), cache)
+        self._position += ids.size
+        return hidden
+
+    def all_logits(self, ids: Ids, out: Logits) -> None:
+        """Feed ``ids`` and write the logits after each into ``out`` [n, vocab_size]."""
+        cache = self._open(ids.size)
+        for start in range(0, ids.size, CHUNK):
+            hidden = self._feed(ids[start : start + CHUNK], cache)
+            for row in range(0, hidden.shape[0], _HEAD_ROWS):
+                part = hidden.rows(row, min(row + _HEAD_ROWS, hidden.shape[0]))
+                out[start + row : start + row + part.shape[0]] = self._model.head_logits(part).numpy()
+
+    def decode(self, token_id: int) -> Logits:
+        """Feed one token; the logits that follow it. The step is captured once and replayed."""
+        cache = self._open(1)
+        check_ids(np.array([token_id]), self._model.vocab_size)
+        if self._step is None:
+            self._step = self._capture(cache)
+        program, token, logits = self._step
+        token.write(np.array([token_id], np.int32))
+        cache.start.write(np.array([self._position], np.int32))
+        program.run()
+        self._position += 1
+        result: Logits = logits.numpy()[0]
+        return result
+
+    def _capture(self, cache: KVCache) -> tuple[Program, Tensor, Tensor]:
+        token = Tensor.empty(self._model.device, (1,), "i32")
+        with self._model.device.capture() as program:
+            logits = self._model.head_logits(self._model.hidden(token, cache))
+        return program, token, logits
+
+    def truncate(self, position: int) -> None:
+        """Forget everything from ``position`` on; cached rows beyond it are overwritten before they are read."""
+        if not 0 <= position <= self._position:
+            raise GenerationError(f"cannot go back to position {position} from {self._position}")
+        self._position = position
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        self._step = None
+        self._cache = None

@@ -1,0 +1,243 @@
+"""``load``: from a name, URI or path to a model on the device, ready to answer."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oazoo import __version__
+from oazoo.configs import ModelConfig, config_from_json
+from oazoo.errors import DeviceError, FormatError, OazooError
+from oazoo.formats.detect import open_source
+from oazoo.formats.oam import OamSource
+from oazoo.formats.source import SourceTensor
+from oazoo.generation.text_model import TextModel
+from oazoo.models import CausalModel, build
+from oazoo.runtime import Device, Tensor, get_device
+from oazoo.runtime.ops.linear import MAX_ELEMENTS
+from oazoo.translators.convert import Progress
+from oazoo.translators.convert import convert as translate
+from oazoo.zoo.convert import fetch, provenance_of
+from oazoo.zoo.pull import PulledModel
+from oazoo.zoo.store import Store
+
+#: Encodings that stay as they are on the device; vectors become f32, which holds every value of the others.
+_DEVICE_ENCODINGS = ("f32", "f16", "bf16", "q4", "q8")
+_FLOATS = ("f32", "f16", "bf16", "f64")
+
+
+def load(
+    model: str | Path,
+    *,
+    device: Device | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> TextModel:
+    """Load a model onto the device.
+
+    Anything but an `.oam` file is converted once, into the store, and used from there afterwards.
+
+    Args:
+        model: a path, a name of the zoo, or a URI (see :func:`oazoo.zoo.pull.pull`).
+        device: where to put it; by default the one that ``OAZOO_DEVICE`` chooses.
+        verify: compute the file's checksums while the weights are on their way.
+        progress: called with how far the work has come.
+        notify: called with a line for each thing worth knowing.
+
+    Returns:
+        The model with its tokenizer and chat template; its ``info`` has ``name``, ``path``, ``config``, ``device``,
+        ``load_s`` (seconds), ``weights_bytes`` and ``elements``.
+
+    Raises:
+        OazooError: it cannot be fetched, converted, verified, or held by the device; the message says which.
+    """
+    start = time.perf_counter()
+    pulled = fetch(model, progress, notify)
+    path = pulled.path if _is_oam(pulled.path) else _converted(pulled, progress, notify)
+    with open_source(path) as source:
+        assert isinstance(source, OamSource)
+        config = model_config(source)
+        where = device or get_device()
+        built = build(config, where)
+        checking = _Verification(source) if verify else None
+        try:
+            upload(built, source, where, progress)
+        finally:
+            failure = checking.wait() if checking is not None else None
+        if failure is not None:
+            raise failure
+        assets = {
+            name.removeprefix("asset/"): tensor.raw().tobytes()
+            for name, tensor in source.state.items()
+            if name.startswith("asset/") and tensor.info.encoding == "u8"
+        }
+        generation, tokens = (source.metadata.get(key) for key in ("generation", "tokenizer"))
+        info = {
+            "name": pulled.name,
+            "path": str(path),
+            "config": config,
+            "device": where.info.name,
+            "software_device": where.info.is_software,
+            "weights_bytes": sum(t.info.nbytes for t in source.values()),
+            "elements": sum(t.info.numel for t in source.values()),
+            "load_s": time.perf_counter() - start,
+        }
+        return TextModel.from_assets(
+            built,
+            assets,
+            generation if isinstance(generation, dict) else None,
+            tokens if isinstance(tokens, dict) else None,
+            info,
+        )
+
+
+def _is_oam(path: Path) -> bool:
+    if path.is_dir():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"OAM\0"
+
+
+def _converted(pulled: PulledModel, progress: Progress | None, notify: Callable[[str], None] | None) -> Path:
+    """The `.oam` of a model in another container: converted once, kept in the store."""
+    # A fetched file is known by its hash; a local one by place, size and time of change.
+    facts = [f"{name} {digest}" for name, digest in sorted(pulled.sha256s.items())]
+    if not facts:
+        stats = [(file, file.stat()) for file in pulled.files]
+        facts = [f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats]
+    key = hashlib.sha256("\n".join([__version__, *facts]).encode()).hexdigest()[:32]
+    store = Store()
+    path = store.root / "converted" / f"{key}.oam"
+    if path.is_file():
+        return path
+    say = notify or (lambda line: None)
+    with store.lock(f"convert-{key}", say):
+        if not path.is_file():
+            say(f"converting {pulled.name} once; it stays in the store")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            translate(pulled.path, path, provenance=provenance_of(pulled), progress=progress)
+    return path
+
+
+def model_config(source: OamSource) -> ModelConfig:
+    """The typed configuration of a model file, checked against its tensors.
+
+    Raises:
+        FormatError: the file describes no model of ours, or its tensors are not those of the model.
+    """
+    metadata = source.metadata
+    if "family" not in metadata or "model" not in metadata:
+        raise FormatError(
+            f"{source.path}: an .oam file of architecture {source.config.architecture!r} that no model here can run; its "
+            "tensors can be inspected and exported"
+        )
+    config = config_from_json(metadata["family"], metadata["model"])
+    wanted = config.parameters()
+    for name, shape in wanted.items():
+        if name not in source:
+            raise FormatError(f"{source.path}: the weight {name} of the {config.family} model is missing")
+        found = source[name].info
+        if found.shape != shape:
+            raise FormatError(
+                f"{source.path}: {name} has shape {list(found.shape)}; the configuration asks for {list(shape)}"
+            )
+        allowed = _DEVICE_ENCODINGS if len(shape) > 1 else _FLOATS
+        if found.encoding not in allowed:
+            raise FormatError(
+                f"{source.path}: {name} is {found.encoding}; a model runs from {', '.join(allowed)}. Convert it again"
+            )
+    extra = [name for name in source if name not in wanted]
+    if extra:
+        raise FormatError(
+            f"{source.path}: {len(extra)} weights are not the model's, the first is {extra[0]!r}"
+        )
+    return config
+
+
+def upload(model: CausalModel, source: OamSource, device: Device, progress: Progress | None = None) -> None:
+    """Give every parameter its weights, in their encoding, on the device."""
+    total = sum(source[name].info.nbytes for name, _ in model.named_parameters())
+    done = 0
+
+    def provide(name: str, shape: tuple[int, ...]) -> Sequence[Tensor]:
+        nonlocal done
+        tensor = source[name]
+        try:
+            shards = place(tensor, device)
+        except DeviceError as error:
+            raise type(error)(f"{name} ({total:,} bytes of weights in all): {error}") from error
+        done += tensor.info.nbytes
+        if progress is not None:
+            progress("loading", done, total)
+        return shards
+
+    model.load(provide)
+
+
+def place(tensor: SourceTensor, device: Device) -> list[Tensor]:
+    """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it."""
+    info = tensor.info
+    if len(info.shape) < 2:
+        return [Tensor.from_numpy(device, tensor.numpy().astype(np.float32))]
+    limit = device.allocator.max_buffer_bytes
+    if info.nbytes <= limit and info.numel < MAX_ELEMENTS:
+        return [Tensor.from_bytes(device, info.shape, info.encoding, tensor.raw())]
+    return _by_rows(tensor, device, limit)
+
+
+def _by_rows(tensor: SourceTensor, device: Device, limit: int) -> list[Tensor]:
+    info = tensor.info
+    rows, width = info.shape
+    # Blocks of 32 run over the flattened tensor: a shard begins where a row and a block begin together.
+    step = 1
+    if info.encoding in ("q4", "q8"):
+        while step * width % 32:
+            step *= 2
+    count = min(int(limit // (info.nbytes / rows)), MAX_ELEMENTS // width) // step * step
+    if count < 1:
+        raise DeviceError(f"{step} rows of {info.name} take more than one buffer may hold ({limit:,} bytes)")
+    raw = tensor.raw()
+    shards = []
+    for start in range(0, rows, count):
+        stop = min(start + count, rows)
+        shape = (stop - start, width)
+        if info.encoding in ("q4", "q8"):
+            code_bytes = 16 if info.encoding == "q4" else 32
+            blocks = -(-rows * width // 32)
+            first, last = start * width // 32, -(-stop * width // 32)
+            scales = blocks * code_bytes
+            piece = np.concatenate(
+                [raw[first * code_bytes : last * code_bytes], raw[scales + first * 4 : scales + last * 4]]
+            )
+        else:
+            size = info.nbytes // rows
+            piece = raw[start * size : stop * size]
+        shards.append(Tensor.from_bytes(device, shape, info.encoding, piece))
+    return shards
+
+
+class _Verification:
+    """The file's checksums, computed in a thread beside the upload (the hash runs outside the interpreter's lock)."""
+
+    def __init__(self, source: OamSource) -> None:
+        self._failure: OazooError | None = None
+        self._thread = threading.Thread(target=self._run, args=(source,), name="oazoo-verify", daemon=True)
+        self._thread.start()
+
+    def _run(self, source: OamSource) -> None:
+        try:
+            source.verify()
+        except OazooError as error:
+            self._failure = error
+
+    def wait(self) -> Any:
+        """Wait for the end; the failure, or None."""
+        self._thread.join()
+        return self._failure
