@@ -21,6 +21,8 @@ class KernelSpec:
 
 #: Encodings that matrix kernels read, and the Slang type of each (weights.slang).
 WEIGHTS = {"f32": "F32W", "f16": "F16W", "bf16": "BF16W", "q8": "Q8W", "q4": "Q4W"}
+#: Columns of a lane in linear's lanes variant; more in the kernels that leave scaling to the end of a block.
+COLUMNS, CODED_COLUMNS = 2, 4
 #: Head widths that have an attention kernel of their own for CPU devices.
 LANES_HEAD_DIMS = (32, 64, 128)
 
@@ -32,7 +34,8 @@ def _linear() -> dict[str, KernelSpec]:
         for form in ("linear", "gated"):
             for rows, norm in ((1, 0), (1, 1), (8, 0)):
                 name = f"{form}_lanes{rows}{'_norm' if norm else ''}_{encoding}"
-                table[name] = KernelSpec("linear_lanes", f"{form}<{weight},{rows},{norm}>")
+                columns = CODED_COLUMNS if rows == 1 and encoding in ("q8", "q4") else COLUMNS
+                table[name] = KernelSpec("linear_lanes", f"{form}<{weight},{rows},{columns},{norm}>")
             table[f"{form}_group_{encoding}"] = KernelSpec("linear_group", f"{form}<{weight}>")
             table[f"{form}_tile_{encoding}"] = KernelSpec("linear_tile", f"{form}<{weight}>")
     return table

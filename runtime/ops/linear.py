@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from oazoo.errors import DeviceError
 from oazoo.runtime.ops.common import eight_lanes, require, require_dense
 from oazoo.runtime.ops.norm import rms_norm
-from oazoo.runtime.tensor import Tensor
+from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
+from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
 
 #: Encodings that weights may have, and the alignment that kernels load them with.
 ENCODINGS = ("f32", "f16", "bf16", "q8", "q4")
@@ -25,13 +26,9 @@ MAX_ELEMENTS = 2**31 - 1
 
 _BIAS = (1, 2, 4)
 _RESIDUAL, _NORM, _GELU = 8, 16, 32
-#: Outputs and rows of a workgroup, by variant and form.
-_OUTPUTS = {
-    "lanes": {"linear": 16, "gated": 8},
-    "group": {"linear": 4, "gated": 4},
-    "tile": {"linear": 32, "gated": 32},
-}
-_TILE_ROWS, _LANES_ROWS = 32, 8
+#: Outputs of a workgroup (of each weight, if gated), and rows.
+_GROUP_OUTPUTS, _TILE_OUTPUTS, _TILE_ROWS = 4, 32, 32
+_LANES, _LANES_ROWS = 8, 8
 #: Rows up to which a single-row kernel, run once a row, beats the kernel for many.
 _FEW_ROWS = {"lanes": 2, "group": 4}
 
@@ -190,15 +187,19 @@ def _run(
     flags: int,
 ) -> None:
     rows, inputs = x.shape
-    encoding, name = weights[0].dtype, variant
-    row_groups = rows
-    if variant == "tile":
-        row_groups = -(-rows // _TILE_ROWS)
-    elif variant == "lanes":
+    encoding = weights[0].dtype
+    if variant == "group":
+        name, width, row_groups = variant, _GROUP_OUTPUTS, rows
+    elif variant == "tile":
+        name, width, row_groups = variant, _TILE_OUTPUTS, -(-rows // _TILE_ROWS)
+    else:
+        columns = COLUMNS
         if rows > _FEW_ROWS["lanes"]:
             name, row_groups = "lanes8", -(-rows // _LANES_ROWS)
         else:
-            name = "lanes1" if norm is None else "lanes1_norm"
+            name, row_groups = "lanes1" if norm is None else "lanes1_norm", rows
+            columns = CODED_COLUMNS if encoding in BLOCK_CODE_BYTES else COLUMNS
+        width = _LANES * columns // (2 if form == "gated" else 1)
     device = x.device
     kernel = device.kernel(f"{form}_{name}_{encoding}")
     for index, b in enumerate(biases):
@@ -207,7 +208,6 @@ def _run(
     three: list[Tensor | None] = [*weights, None, None][:3]
     three_biases: list[Tensor | None] = [*biases, None, None][:3]
     outputs = [0 if w is None else w.shape[0] for w in three]
-    width = _OUTPUTS[variant][form]
     tiles = -(-outputs[0] // width) if form == "gated" else sum(-(-n // width) for n in outputs)
     if row_groups > device.info.max_groups[1]:
         raise DeviceError(
