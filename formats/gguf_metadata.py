@@ -150,7 +150,7 @@ def _version(reader: _Reader) -> int:
             f"{path}: GGUF version 1 (of 2023) is not supported; convert it with a llama.cpp of 2023"
         )
     swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-    if 0 < swapped < 1 << 16:
+    if 0 < swapped < 16:
         raise FormatError(
             f"{path}: big-endian GGUF (version {swapped}) is not supported; get the little-endian file"
         )
@@ -204,7 +204,8 @@ def _array(reader: _Reader, what: str, budget: list[int], depth: int) -> list[An
             f"{path}: cut short or damaged: {what} announces {count} elements of at least {smallest} bytes, "
             f"the file has {reader.left} bytes left"
         )
-    budget[0] -= count
+    # An array inside another is an object of its own, which costs far more than the bytes that announce it.
+    budget[0] -= count if depth == 1 else count + 128
     if budget[0] < 0:
         raise FormatError(f"{path}: {what}: the metadata arrays hold more than {MAX_ARRAY_ELEMENTS} elements")
     if kind == _STRING:

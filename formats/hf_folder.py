@@ -21,6 +21,7 @@ from oazoo.formats.strict_json import Cursor, decode_utf8
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX = 1 << 26
+MAX_SHARDS = 4096
 
 
 class ShardedSource(WeightSource):
@@ -156,6 +157,8 @@ def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
     cursor.finish(" \t\r\n")
     if weight_map is None:
         raise FormatError(f"{path}: has no 'weight_map'")
+    if len(set(weight_map.values())) > MAX_SHARDS:
+        raise FormatError(f"{path}: names more than {MAX_SHARDS} files")
     return total, weight_map
 
 

@@ -225,6 +225,12 @@ def test_damaged_indexes(tmp_path: Path, text: str) -> None:
         open_source(tmp_path)
 
 
+def test_an_index_of_too_many_files(tmp_path: Path) -> None:
+    write_index(tmp_path, {f"t{number}": f"f{number}" for number in range(5000)})
+    with pytest.raises(FormatError, match="more than 4096 files"):
+        open_source(tmp_path)
+
+
 def test_several_candidates_are_not_guessed_among(tmp_path: Path) -> None:
     for name in ("model.safetensors", "adapter_model.safetensors"):
         save_file({"a": np.zeros(1, "f4")}, tmp_path / name)

@@ -102,7 +102,7 @@ def cases() -> Iterator[tuple[str, bytes]]:
         yield f"{len(extra)} bytes appended", good + extra
     for magic in (b"\0\0\0\0", b"GGUG", b"FUGG", b"ggml", b"GGML"):
         yield f"magic {magic!r}", build(magic=magic)
-    for version in (0, 1, 4, 5, 2**31, 2**32 - 1, 0x01000000, 0x02000000, 0x03000000):
+    for version in (0, 1, 4, 5, 2**31, 2**32 - 1, 0x01000000, 0x02000000, 0x03000000, 0x10000000):
         yield f"version {version}", build(version=version)
     for count in (*HUGE, 1000, len(PAIRS) + 1):
         yield f"{count} pairs", build(pair_count=count)
@@ -130,6 +130,13 @@ def cases() -> Iterator[tuple[str, bytes]]:
         for _ in range(depth):
             body = array(ARRAY, 1, body)
         yield f"arrays {depth} deep", one_pair(pair("key", ARRAY, body))
+    yield (
+        "very many arrays inside an array",
+        one_pair(pair("key", ARRAY, array(ARRAY, 70_000, array(U8, 0, b"") * 70_000))),
+    )
+    for count in (65_537, 2**18 + 1):
+        yield f"{count} announced, with room", build(pair_count=count) + bytes(25 * count)
+        yield f"{count} tensors announced, with room", build(tensor_count=count) + bytes(25 * count)
     for value in (2, 255):
         yield f"boolean {value}", one_pair(pair("key", BOOL, bytes([value])))
         yield f"array boolean {value}", one_pair(pair("key", ARRAY, array(BOOL, 2, bytes([1, value]))))

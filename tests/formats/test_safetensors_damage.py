@@ -144,6 +144,8 @@ def cases() -> Iterator[tuple[str, bytes]]:
     yield "product overflow", pair([0, 16], [16, 32], 32, [2**33, 2**33])
     for name in ("", "\0", "a\0b", "n" * 5000, "\ud800"):
         yield f"name {name!r:.12}", build({name: HEADER["a"]}, bytes(16))
+    many = ",".join(f'"{number}":""' for number in range(65_537))
+    yield "very much metadata", build(f'{{"__metadata__":{{{many}}}}}'.encode(), b"")
     entry_text = json.dumps(HEADER["a"])
     for label, raw in {
         "name twice": f'{{"a":{entry_text},"a":{entry_text}}}',
