@@ -75,7 +75,7 @@ class ShardedSource(WeightSource):
                 raise FormatError(
                     f"{folder / name}: does not hold what {self.path.name} says: "
                     + "; ".join(
-                        f"{noun}: {some(these)}"
+                        f"{noun}: {some([quoted(tensor) for tensor in these])}"
                         for noun, these in (("missing", missing), ("not in the index", extra))
                         if these
                     )
@@ -106,19 +106,19 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
         UsageError: there are several candidates, so that the user has to name one; or none.
     """
     files = [path for path in _listed(folder) if path.is_file() and not path.name.startswith(".")]
-    indexes = [path for path in files if path.name.endswith(INDEX_SUFFIX)]
-    if len(indexes) == 1:
-        return indexes[0], ()
-    candidates = indexes or [path for path in files if path.suffix == ".safetensors"]
+    candidates = [path for path in files if path.name.endswith(INDEX_SUFFIX)]
+    candidates = candidates or [path for path in files if path.suffix == ".safetensors"]
     candidates = candidates or [path for path in files if path.suffix in (".gguf", ".oam")]
+    pickles = [path.name for path in files if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if len(candidates) == 1:
-        return candidates[0], ()
+        chosen = candidates[0]
+        others = [path.name for path in files if path.suffix in (".gguf", ".oam") and path != chosen]
+        return chosen, tuple(f"ignored: {name} beside {chosen.name}" for name in (*others, *pickles))
     if candidates:
         raise UsageError(
             f"{folder}: holds {len(candidates)} sets of weights; name the one you mean: "
             f"{some([str(path) for path in candidates])}"
         )
-    pickles = [path.name for path in files if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if pickles:
         raise UsageError(
             f"{folder}: has only {some(pickles)}, which may be Python pickles: they can run code when loaded and are "

@@ -258,6 +258,15 @@ def test_a_gguf_in_a_folder(tmp_path: Path, data: Path) -> None:
     assert isinstance(open_source(tmp_path), GgufSource)
 
 
+def test_weights_of_other_kinds_are_reported(tmp_path: Path, data: Path) -> None:
+    tensors = model(tmp_path)
+    (tmp_path / "model.gguf").write_bytes((data / "gguf" / "tiny-Q4_0.gguf").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with open_source(tmp_path) as source:
+        check(source, tensors)
+        assert [note.split()[1] for note in source.notes] == ["model.gguf", "pytorch_model.bin"]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.pt", "model.gguf"])
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("wrapping", ["bare", "zip", "legacy", "dict"])
