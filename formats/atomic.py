@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,17 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"{named}: cannot be written: {folder}: {_REASONS[errno.EACCES]}")
     return target
+
+
+def check_space(path: Path | str, size: int) -> None:
+    """Check in planning that a file of ``size`` bytes fits the disk of ``path``; raises OutputError with both numbers."""
+    folder = Path(os.path.realpath(path)).parent
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise output_error(path, error) from error
+    if size > free:
+        raise OutputError(f"{path}: takes {size} bytes, but only {free} are free on the disk of {folder}")
 
 
 def output_error(path: Path | str, error: OSError) -> OutputError:

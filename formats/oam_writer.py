@@ -18,7 +18,7 @@ import numpy as np
 from oazoo.errors import FormatError, UsageError
 from oazoo.formats import encodings
 from oazoo.formats import oam_layout as layout
-from oazoo.formats.atomic import AtomicFile, output_error
+from oazoo.formats.atomic import AtomicFile, check_output, check_space, output_error
 from oazoo.formats.hashing import Fnv1a64, fnv1a64
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
 
@@ -66,7 +66,7 @@ class OamWriter:
 
     Raises:
         FormatError: something that the format cannot hold.
-        UsageError, OutputError: see :func:`oazoo.formats.atomic.check_output`.
+        UsageError, OutputError: see :func:`oazoo.formats.atomic.check_output`; also when the disk has too little room.
     """
 
     def __init__(
@@ -133,9 +133,13 @@ class OamWriter:
             self._slots[entry.name] = _Slot(blob + position, size, written=size == 0)
             end = position + size
             position = -(-end // layout.ALIGNMENT) * layout.ALIGNMENT
+            if position > encodings.MAX_SIZE:
+                raise FormatError(f"{self.path}: the tensors together take more than 2^63 bytes")
         return b"".join(table), end
 
     def __enter__(self) -> Self:
+        check_output(self.path, overwrite=self._overwrite)
+        check_space(self.path, self.size)
         self._output = AtomicFile(self.path, overwrite=self._overwrite)
         try:
             file = self._output.file

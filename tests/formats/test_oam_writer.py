@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oazoo.errors import FormatError, UsageError
+from oazoo.errors import FormatError, OutputError, UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
 from oazoo.formats.oam_writer import OamEntry, OamWriter
@@ -111,6 +111,19 @@ def test_nothing_at_all(tmp_path: Path) -> None:
 def test_only_in_a_with_statement(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="with statement"):
         writer(tmp_path / "x").write("w", bytes(16))
+
+
+def test_too_large_together(tmp_path: Path) -> None:
+    entries = [OamEntry(str(number), (2**62,), "u8") for number in range(5)]
+    with pytest.raises(FormatError, match="together"):
+        OamWriter(tmp_path / "x", config=OamConfig("a"), entries=entries)
+
+
+def test_more_than_the_disk_holds(tmp_path: Path) -> None:
+    large = OamWriter(tmp_path / "x", config=OamConfig("a"), entries=[OamEntry("w", (2**60,), "u8")])
+    with pytest.raises(OutputError, match=f"takes {large.size} bytes, but only"), large:
+        large.write("w", b"")
+    assert not list(tmp_path.iterdir())
 
 
 THREE = np.arange(3, dtype="f4")
