@@ -76,14 +76,14 @@ class Encoding:
 
         Pieces hold about ``elements`` values each and end on block bounds; memory is that of one piece.
         """
+        self._require_decodable()
         step = max(1, elements // self.block) * self.block
-        if not self.decodable:
-            raise FormatError(undecodable(self.name))
         for start in range(0, count, step):
             yield self._decode(raw, count, start, min(start + step, count))
 
     def numpy(self, raw: Bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """All values, of ``shape``: a view of ``raw`` for aligned dense types, else a new array."""
+        self._require_decodable()
         count = numel(shape)
         if self.kind == "dense":
             return self._decode(raw, count, 0, count).reshape(shape)
@@ -93,6 +93,11 @@ class Encoding:
             out[position : position + piece.size] = piece
             position += piece.size
         return out.reshape(shape)
+
+    def _require_decodable(self) -> None:
+        # Before anything is allocated: the shape of a tensor of unknown type is not held against any number of bytes.
+        if not self.decodable:
+            raise FormatError(undecodable(self.name))
 
     def _decode(self, raw: Bytes, count: int, start: int, stop: int) -> npt.NDArray[Any]:
         if self.kind == "oam":

@@ -290,6 +290,13 @@ def test_types_that_cannot_be_decoded_are_listed(tmp_path: Path, number: int, na
         assert name in message and "'ffn'" in message and "Q4_K" in message and "not supported" in message
 
 
+def test_an_unknown_type_of_any_shape_allocates_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "unknown"
+    path.write_bytes(one_tensor(tensor("w", [2**50], 200)))
+    with pytest.raises(FormatError, match="200"):
+        GgufSource(path)["w"].numpy()
+
+
 @pytest.mark.parametrize("padding", [b"", b"\0", bytes(31)])
 def test_padding_after_the_last_tensor_is_optional(tmp_path: Path, padding: bytes) -> None:
     path = tmp_path / "padded"
