@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from oazoo.errors import DeviceError
 from oazoo.runtime.device import Device
 from oazoo.runtime.tensor import Tensor
@@ -29,9 +31,19 @@ def require_dense(tensor: Tensor, op: str, name: str, dtype: str, *shape: int) -
     require(tensor.numel <= MAX_ELEMENTS, op, f"{name} has more elements than one run can address")
 
 
+def portable_only() -> bool:
+    """Whether ``OAZOO_PORTABLE_KERNELS=1`` asks for the kernels that need nothing but what every device has.
+
+    Results agree to rounding; it shows what a GPU would run, and is a way out if a driver miscompiles the others.
+    """
+    return os.environ.get("OAZOO_PORTABLE_KERNELS", "") not in ("", "0")
+
+
 def eight_lanes(device: Device) -> bool:
     """Whether the kernels written for CPU devices fit: subgroups of exactly 8 lanes, and 64-bit integers to load with."""
     info = device.info
+    if portable_only():
+        return False
     return info.is_software and info.subgroup_size == 8 and "shaderInt64" in info.features
 
 
@@ -41,7 +53,8 @@ def lanes(device: Device) -> str:
     Subgroups of the processor drivers have a fixed size; those of GPUs may vary between kernels, and only shared memory is
     right whatever it turns out to be.
     """
-    return "wave8" if device.info.is_software and device.info.subgroup_size == 8 else "group32"
+    fits = device.info.is_software and device.info.subgroup_size == 8 and not portable_only()
+    return "wave8" if fits else "group32"
 
 
 def grid(groups: int) -> tuple[int, int, int]:

@@ -1,0 +1,26 @@
+"""The golden checkpoints of ``tests/data`` and their reference logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+DATA = Path(__file__).resolve().parent / "data"
+HF = ("gpt2", "llama", "llama_tied_bf16", "qwen2")
+GGUF = ("F32", "BF16", "Q4_0", "Q8_0", "Q4_K_M", "Q6_K")
+
+
+def source_path(name: str) -> Path:
+    """Where a golden's checkpoint lies."""
+    return DATA / "hf" / name if name in HF else DATA / "gguf" / f"tiny-{name}.gguf"
+
+
+def reference(name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Ids and logits of a golden: [2, 24] and [2, 24, 160] for Hugging Face, [48] and [48, 320] for GGUF."""
+    if name in HF:
+        file = np.load(DATA / "hf" / name / "reference.npz")
+        return file["ids"], file["logits"]
+    file = np.load(DATA / "gguf" / "reference.npz")
+    return file["ids"], file[name]
