@@ -130,22 +130,28 @@ class ConversionReport:
             lines.append(f"ignored {len(self.ignored) - 8} more tensors, for the same reasons")
         return lines + list(self.notes)
 
+    def rounded_groups(self) -> list[tuple[str, str, str, int, float]]:
+        """What was rounded, the same weight of all layers together: name (``*`` for the layer), from, to, tensors, error."""
+        groups: dict[tuple[str, str, str], list[float]] = {}
+        for tensor in self.rounded:
+            name = re.sub(r"\.[0-9]+\.", ".*.", tensor.target)
+            kinds = ", ".join(dict.fromkeys(tensor.source_encodings))
+            groups.setdefault((name, kinds, tensor.encoding), []).append(tensor.max_error)
+        return [(*key, len(errors), max(errors)) for key, errors in groups.items()]
+
     def table(self) -> Table:
-        """The rounded tensors as a table for people."""
+        """The rounded tensors as a table for people, a line for the same weight of all layers."""
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title="Rounded", title_justify="left")
+        table = Table(title="Rounded", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("tensor", "from", "to"):
             table.add_column(heading, overflow="fold")
+        table.add_column("tensors", justify="right")
         table.add_column("largest change", justify="right")
-        for tensor in self.rounded:
-            cells = (
-                tensor.target,
-                ", ".join(dict.fromkeys(tensor.source_encodings)),
-                tensor.encoding,
-                f"{tensor.max_error:.3g}",
-            )
+        for name, source, target, count, error in self.rounded_groups():
+            cells = (name, source, target, str(count), f"{error:.3g}")
             table.add_row(*(Text(cell) for cell in cells))
         return table
 
