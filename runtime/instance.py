@@ -62,6 +62,7 @@ class DeviceInfo:
     max_storage_range: int
     heaps: tuple[tuple[int, bool], ...]
     features: frozenset[str]
+    has_memory_budget: bool
     problem: str | None
 
     @property
@@ -220,6 +221,10 @@ def _describe(vk: Any, handle: Any, index: int) -> DeviceInfo:
             present |= {name for name in names if name not in ("sType", "pNext") and getattr(group, name)}
     memory = ffi.new("VkPhysicalDeviceMemoryProperties *")
     vk.lib.vkGetPhysicalDeviceMemoryProperties(handle, memory)
+    rows, count = enumerate_all(
+        "vkEnumerateDeviceExtensionProperties", "VkExtensionProperties", handle, ffi.NULL
+    )
+    extensions = {ffi.string(rows[i].extensionName).decode("utf-8", "replace") for i in range(count)}
     limits = plain.limits
     allocation = v11.maxMemoryAllocationSize or 2**30
     subgroup_needs = 0x1 | 0x4 | 0x8 | 0x10  # basic, arithmetic, ballot, shuffle
@@ -260,6 +265,7 @@ def _describe(vk: Any, handle: Any, index: int) -> DeviceInfo:
             for i in range(memory.memoryHeapCount)
         ),
         features=frozenset(present),
+        has_memory_budget=api >= (1, 1, 0) and "VK_EXT_memory_budget" in extensions,
         problem="; ".join(problems) or None,
     )
 

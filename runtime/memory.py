@@ -163,6 +163,7 @@ class Allocator:
         vk = load()
         self.device = handle
         self.info = info
+        self._physical = physical
         self.allocated_bytes = 0
         properties = vk.ffi.new("VkPhysicalDeviceMemoryProperties *")
         vk.lib.vkGetPhysicalDeviceMemoryProperties(physical, properties)
@@ -193,6 +194,34 @@ class Allocator:
         self._staging: Block | None = None
         #: The timeline value that the next submission will signal; set by the recorder.
         self.next_value = 1
+
+    @property
+    def available_bytes(self) -> int:
+        """An estimate of what can still be allocated: the driver's own budget where it tells one, else the heap's size less
+        what is allocated here; never more than ``OAZOO_MEMORY_LIMIT`` leaves.
+        """
+        heap = self._types[self._device_type or 0][1]
+        free = self._heap_budget(heap)
+        if self.memory_limit is not None:
+            free = min(free, self.memory_limit - self.allocated_bytes)
+        return max(0, free)
+
+    def _heap_budget(self, heap: int) -> int:
+        vk = load()
+        size = self.info.heaps[heap][0]
+        if not self.info.has_memory_budget:
+            return size - self.allocated_bytes
+        budget = struct(
+            "VkPhysicalDeviceMemoryBudgetPropertiesEXT",
+            vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_MEMORY_BUDGET_PROPERTIES_EXT,
+        )
+        properties = struct(
+            "VkPhysicalDeviceMemoryProperties2",
+            vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_MEMORY_PROPERTIES_2,
+            pNext=budget,
+        )
+        vk.lib.vkGetPhysicalDeviceMemoryProperties2(self._physical, properties)
+        return int(budget.heapBudget[heap]) - int(budget.heapUsage[heap])
 
     def _find(self, flags: int) -> int | None:
         matches = [i for i, (have, _) in enumerate(self._types) if have & flags == flags]

@@ -20,6 +20,7 @@ from oazoo.cli._text import (
 from oazoo.cli.common import INTERRUPTED, emit, emit_json, json_option, quiet_option, say
 from oazoo.errors import UsageError
 from oazoo.generation import GenerationResult, SamplingSettings, TextModel
+from oazoo.generation.sampling import NonFiniteLogitsError
 
 
 @click.command()
@@ -44,6 +45,9 @@ from oazoo.generation import GenerationResult, SamplingSettings, TextModel
 @special_option
 @sampling_options
 @click.option("--stream/--no-stream", default=True, help="Print pieces as they come, or all at the end.")
+@click.option(
+    "--debug-nan", is_flag=True, help="If the logits go bad, run again and name the layer where it began."
+)
 @click.option("--show-tokens", is_flag=True, help="List the prompt's tokens on stderr (with --json: in it).")
 @device_option
 @json_option
@@ -57,6 +61,7 @@ def command(
     template: Path | None,
     special: bool,
     stream: bool,
+    debug_nan: bool,
     show_tokens: bool,
     device: str | None,
     as_json: bool,
@@ -82,6 +87,7 @@ def command(
         template=source,
         special=special,
         stream=stream,
+        debug_nan=debug_nan,
         show_tokens=show_tokens,
         as_json=as_json,
     )
@@ -108,6 +114,7 @@ def run(
     template: str | None = None,
     special: bool = True,
     stream: bool = True,
+    debug_nan: bool = False,
     show_tokens: bool = False,
     as_json: bool = False,
 ) -> int:
@@ -124,20 +131,27 @@ def run(
     if show_tokens and not as_json:
         for token_id in result.prompt_ids:
             say(f"{token_id:>8}  {_shown(model, token_id)}")
-    if stream and not as_json:
-        finished = print_stream(answer)
-    else:
-        with answer:
-            try:
-                for _ in answer:
-                    pass
-                finished = True
-            except KeyboardInterrupt:
-                finished = False
-        if as_json:
-            emit_json(_document(model, result, show_tokens))
+    try:
+        if stream and not as_json:
+            finished = print_stream(answer)
         else:
-            emit(result.text, end="" if result.text.endswith("\n") else "\n")
+            with answer:
+                try:
+                    for _ in answer:
+                        pass
+                    finished = True
+                except KeyboardInterrupt:
+                    finished = False
+            if as_json:
+                emit_json(_document(model, result, show_tokens))
+            else:
+                emit(result.text, end="" if result.text.endswith("\n") else "\n")
+    except NonFiniteLogitsError as error:
+        where = getattr(model.model, "first_nonfinite", None)
+        if not debug_nan or where is None:
+            raise
+        fed = [*result.prompt_ids, *result.token_ids]
+        raise NonFiniteLogitsError(f"{error}\nIt begins in {where(fed)}") from error
     say_summary(result, SamplingSettings.make(model.generation, **settings))
     return 0 if finished else INTERRUPTED
 

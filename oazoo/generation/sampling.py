@@ -215,15 +215,24 @@ def _penalize(scores: npt.NDArray[np.float64], history: Sequence[int], settings:
     scores[seen] = np.where(values > 0, values / settings.repeat_penalty, values * settings.repeat_penalty)
 
 
+class NonFiniteLogitsError(GenerationError):
+    """The model's logits hold NaN or an infinity."""
+
+
 def check_logits(logits: npt.NDArray[Any]) -> None:
-    """Raise :class:`GenerationError` unless ``logits`` is a non-empty vector of finite numbers."""
+    """Check that ``logits`` is a non-empty vector of finite numbers.
+
+    Raises:
+        GenerationError: it is no vector, or empty.
+        NonFiniteLogitsError: it holds NaN or an infinity.
+    """
     if logits.ndim != 1 or not logits.size:
         raise GenerationError(f"the model gave logits of shape {logits.shape}; a vector is needed")
     finite = np.isfinite(logits)
     if not finite.all():
         bad = np.flatnonzero(~finite)
-        raise GenerationError(
+        raise NonFiniteLogitsError(
             f"the model gave {len(bad)} of {logits.size} logits that are not finite numbers, the first is "
             f"{logits[bad[0]]} for token {bad[0]}. The weights may be damaged (try 'oazoo verify'), or the device "
-            f"computes wrongly (try 'oazoo doctor' or another --device)."
+            f"computes wrongly (try 'oazoo doctor' or another --device). --debug-nan finds the layer."
         )

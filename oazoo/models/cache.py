@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.runtime import Device, Tensor
+from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,18 @@ class KVCache:
         head_dim: int,
         rotary: npt.NDArray[Any] | None = None,
     ) -> KVCache:
-        """Room for ``capacity`` tokens. Nothing is cleared: positions are written before they are read."""
+        """Room for ``capacity`` tokens. Nothing is cleared: positions are written before they are read.
+
+        Raises:
+            OutOfDeviceMemoryError: it does not fit; the message says how many tokens would.
+        """
+        row = layers * 2 * kv_heads * head_dim * 4
+        free = device.allocator.available_bytes
+        if row * capacity > free:
+            raise OutOfDeviceMemoryError(
+                f"the cache of {capacity:,} tokens takes {row * capacity:,} bytes, and {device.info.name} has "
+                f"about {free:,} free: use a shorter context; {free // row:,} tokens would fit"
+            )
         shape = (kv_heads, capacity, head_dim)
         pairs = tuple((Tensor.empty(device, shape), Tensor.empty(device, shape)) for _ in range(layers))
         start = Tensor.from_numpy(device, np.zeros(1, np.int32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oazoo.configs import DecoderConfig
 from oazoo.models.cache import KVCache
-from oazoo.models.session import CausalModel
+from oazoo.models.session import CausalModel, Watch
 from oazoo.nn.layers import Embedding, Linear, RMSNorm, gated_linear, project
 from oazoo.nn.module import Module, ModuleList
 from oazoo.nn.rope import inverse_frequencies, rotary_table
@@ -90,10 +90,14 @@ class Decoder(CausalModel):
             rotary=rotary_table(inverse, magnitude, capacity),
         )
 
-    def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
         x = self.embed(ids)
-        for block in self._blocks:
+        if watch is not None:
+            watch("embed", x)
+        for layer, block in enumerate(self._blocks):
             x = block(x, cache)
+            if watch is not None:
+                watch(f"layers.{layer}", x)
         return x
 
     def head_logits(self, hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oazoo.configs import NanoGPTConfig
 from oazoo.models.cache import KVCache
-from oazoo.models.session import CausalModel
+from oazoo.models.session import CausalModel, Watch
 from oazoo.nn.layers import Embedding, LayerNorm, Linear
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
@@ -81,10 +81,14 @@ class NanoGPT(CausalModel):
             head_dim=config.head_dim,
         )
 
-    def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
         x = self.embed(ids, self.positions, cache.start)
-        for block in self._blocks:
+        if watch is not None:
+            watch("embed", x)
+        for layer, block in enumerate(self._blocks):
             x = block(x, cache)
+            if watch is not None:
+                watch(f"layers.{layer}", x)
         return x
 
     def head_logits(self, hidden: Tensor) -> Tensor:

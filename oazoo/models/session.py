@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from oazoo.runtime import Device, Program, Tensor
 
 Ids = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
+
+Watch = Callable[[str, Tensor], None]
 
 #: Tokens of a prompt that go through the layers together. More would not be faster, and takes more memory.
 CHUNK = 256
@@ -39,15 +42,37 @@ class CausalModel(Module):
         """A cache for one sequence of up to ``capacity`` tokens."""
 
     @abstractmethod
-    def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
         """The residual stream after the last layer, f32 [tokens, hidden].
 
-        ``ids`` is i32 [tokens]; the first of them stands at position ``cache.start``.
+        ``ids`` is i32 [tokens]; the first of them stands at position ``cache.start``. ``watch`` is
+        told the output of the embedding and of every layer, with its name.
         """
 
     @abstractmethod
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: f32 [rows, hidden] to [rows, vocab_size]."""
+
+    def first_nonfinite(self, ids: npt.ArrayLike) -> str | None:
+        """Where a run over ``ids`` [tokens] first goes bad: the step whose output has a NaN or an infinity, or None.
+
+        Runs the layers one by one with every output read back: for finding a fault, not for use.
+        """
+        array = np.asarray(ids, np.int32)
+        check_ids(array, self.vocab_size)
+        cache = self.new_cache(array.size)
+        found: list[str] = []
+
+        def watch(step: str, output: Tensor) -> None:
+            values = output.numpy()
+            bad = values.size - int(np.isfinite(values).sum())
+            if bad and not found:
+                row = int(np.argmin(np.isfinite(values).all(axis=1)))
+                found.append(f"{step}: {bad} of {values.size} values, the first at position {row}")
+
+        hidden = self.hidden(Tensor.from_numpy(self.device, array), cache, watch)
+        watch("head", self.head_logits(hidden))
+        return found[0] if found else None
 
     def new_session(self, max_tokens: int) -> DeviceSession:
         """An empty session with room for ``max_tokens`` tokens.

@@ -19,7 +19,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.source import SourceTensor
 from oazoo.generation.text_model import TextModel
 from oazoo.models import CausalModel, build
-from oazoo.runtime import Device, Tensor, get_device
+from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
 from oazoo.runtime.ops.linear import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
 from oazoo.translators.convert import convert as translate
@@ -65,6 +65,7 @@ def load(
         assert isinstance(source, OamSource)
         config = model_config(source)
         where = device or get_device()
+        check_memory(source, where)
         built = build(config, where)
         checking = _Verification(source) if verify else None
         try:
@@ -159,6 +160,26 @@ def model_config(source: OamSource) -> ModelConfig:
             f"{source.path}: {len(extra)} weights are not the model's, the first is {extra[0]!r}"
         )
     return config
+
+
+def check_memory(source: OamSource, device: Device) -> None:
+    """Refuse a model whose weights cannot fit before any is copied.
+
+    Raises:
+        OutOfDeviceMemoryError: with the sizes, and what would fit.
+    """
+    need = sum(tensor.info.nbytes for tensor in source.values())
+    free = device.allocator.available_bytes
+    if need <= free:
+        return
+    dense = sum(
+        t.info.numel for t in source.values() if len(t.info.shape) > 1 and t.info.encoding not in ("q4", "q8")
+    )
+    advice = "; packed to q4 its dense weights would take about an eighth of f32" if dense else ""
+    raise OutOfDeviceMemoryError(
+        f"{source.path}: the weights take {need:,} bytes, and {device.info.name} has about {free:,} free{advice}. Use a "
+        "smaller encoding (oazoo quantize), another device (OAZOO_DEVICE), or close what holds the device's memory"
+    )
 
 
 def upload(model: CausalModel, source: OamSource, device: Device, progress: Progress | None = None) -> None:

@@ -160,3 +160,58 @@ def test_other_containers_are_converted_once(tmp_path: Path, monkeypatch: pytest
     assert len(told) == 1 and "once" in told[0]
     ids, wanted = reference("llama")
     assert np.abs(second.logits(ids) - wanted).max() < 1e-3
+
+
+def test_memory_that_does_not_fit_is_told_before(converted: Converted) -> None:
+    """VK-03: a model and a context that miss by a little, with what would fit."""
+    import os
+    import subprocess
+    import sys
+
+    path = converted("llama")
+    code = (
+        "import sys, oazoo\n"
+        "from oazoo.errors import OazooError\n"
+        "try:\n"
+        "    oazoo.load(sys.argv[1]).model.new_session(128)\n"
+        "    print('fits')\n"
+        "except OazooError as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    with OamSource(path) as source:
+        weights = sum(tensor.info.nbytes for tensor in source.values())
+
+    def outcome(limit: int) -> str:
+        environment = {**os.environ, "OAZOO_MEMORY_LIMIT": str(limit)}
+        command = [sys.executable, "-c", code, str(path)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert f"the weights take {weights:,} bytes" in outcome(int(weights * 0.9))
+    # Memory is taken in blocks of 32 MiB: one holds these weights, and what is left must not hold the cache.
+    said = outcome((32 << 20) + 60_000)
+    assert "the cache of 128 tokens takes 65,536 bytes" in said and "117 tokens would fit" in said
+    assert outcome(80 << 20) == "fits\n"
+
+
+def test_the_layer_where_numbers_go_bad_is_named(converted: Converted, tmp_path: Path) -> None:
+    """VK-07: one infinite weight in the second layer."""
+    from click.testing import CliRunner
+
+    from oazoo.cli.main import main
+
+    good, bad = converted("F32"), tmp_path / "bad.oam"
+    with OamSource(good) as source:
+        entries = [OamEntry(name, t.info.shape, t.info.encoding) for name, t in source.items()]
+        assets = {n.removeprefix("asset/"): t.raw().tobytes() for n, t in source.state.items()}
+        with OamWriter(bad, config=source.config, entries=entries, assets=assets) as out:
+            for name, tensor in source.items():
+                values = tensor.numpy().copy()
+                if name == "layers.0.mlp.down.weight":
+                    values[0, 0] = np.inf
+                out.write(name, values)
+    assert oazoo.load(good).model.first_nonfinite([1, 2, 3]) is None
+    runner = CliRunner()
+    plain = runner.invoke(main, ["generate", str(bad), "-p", "the", "--raw"])
+    assert plain.exit_code == 1 and "not finite" in plain.stderr and "--debug-nan" in plain.stderr
+    traced = runner.invoke(main, ["generate", str(bad), "-p", "the", "--raw", "--debug-nan"])
+    assert traced.exit_code == 1 and "It begins in layers.0:" in traced.stderr
