@@ -24,7 +24,9 @@ def cache_path(info: DeviceInfo, kernels_hash: str) -> Path:
     """The cache file of a device: under ``OAZOO_HOME`` when set, else the platform's cache folder."""
     home = os.environ.get("OAZOO_HOME")
     folder = Path(home) if home else Path(platformdirs.user_cache_dir("oazoo"))
-    key = f"{info.vendor_id:x}-{info.device_id:x}-{info.driver_version:x}-{info.cache_uuid}-{kernels_hash}"
+    # Software drivers compile for the vector width they were told to use, and do not say so in the UUID.
+    device = f"{info.vendor_id:x}-{info.device_id:x}-{info.driver_version:x}-{info.cache_uuid}"
+    key = f"{device}-{info.subgroup_size}-{kernels_hash}"
     return folder / "pipelines" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
 
 
