@@ -51,7 +51,8 @@ def _rows() -> dict[str, KernelSpec]:
         table[f"embedding_{encoding}"] = KernelSpec("embedding", f"embed<{weight}>")
         table[f"decode_{encoding}"] = KernelSpec("embedding", f"decode<{weight}>")
     for dim in LANES_HEAD_DIMS:
-        table[f"attention_lanes_{dim}"] = KernelSpec("attention", f"attendLanes<{dim}>")
+        table[f"attention_lanes_{dim}"] = KernelSpec("attention", f"attendLanes<{dim},0>")
+        table[f"attention_step_{dim}"] = KernelSpec("attention", f"attendLanes<{dim},1>")
     table["attention_group"] = KernelSpec("attention", "attendGroup")
     table["argmax"] = KernelSpec("argmax", "argmax")
     table["rope_and_cache"] = KernelSpec("rope", "ropeAndCache")

@@ -91,27 +91,95 @@ def attention(
     require(
         head_dim <= MAX_HEAD_DIM, op, f"head_dim {head_dim} is more than the {MAX_HEAD_DIM} that kernels hold"
     )
-    if variant is None:
-        # The lanes kernel reads rows of q in 64-bit words.
-        fast = head_dim in LANES_HEAD_DIMS and stride % 2 == 0 and q.address % 8 == 0
-        variant = "lanes" if fast and eight_lanes(q.device) else "group"
+    # The lanes kernel reads rows of q in 64-bit words.
+    fast = head_dim in LANES_HEAD_DIMS and stride % 2 == 0 and q.address % 8 == 0 and eight_lanes(q.device)
+    variant = variant or ("lanes" if fast else "group")
+    require(variant in ("lanes", "group"), op, f"there is no variant {variant!r}; there are lanes and group")
+    require(fast or variant == "group", op, "the lanes variant suits neither this device nor these tensors")
     y = Tensor.empty(q.device, (tokens, heads * head_dim))
     if variant == "lanes":
         name = f"attention_lanes_{head_dim}"
         groups = (kv_heads, -(-tokens * (heads // kv_heads) // 8), 1)
     else:
         name, groups = "attention_group", (heads, tokens, 1)
+    _run(name, groups, q, None, start, keys, values, y, heads, window)
+    return y
+
+
+def rotary_attention(
+    qkv: Tensor,
+    table: Tensor | None,
+    start: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    *,
+    window: int | None = None,
+    variant: str | None = None,
+) -> Tensor:
+    """:func:`rope_and_cache`, then :func:`attention`; for one token in a single run where the device has a kernel for it.
+
+    Args:
+        qkv: f32 [tokens, (heads + 2 kv_heads) head_dim]; q may or may not be rotated in place.
+        table: f32 [capacity, head_dim / 2, 2] of cosine and sine by position, or None to leave q and k as they are.
+        start: i32 [1], position of the first token.
+        keys: f32 [kv_heads, capacity, head_dim]; rows start … start + tokens - 1 are written.
+        values: the same.
+        heads: query heads, a multiple of kv_heads.
+        window: positions that a query sees, its own included; None for all.
+        variant: ``step`` (the single run), ``lanes`` or ``group`` (two); the best that fits if None.
+
+    Returns:
+        f32 [tokens, heads · head_dim].
+    """
+    op = "rotary_attention"
+    require_dense(keys, op, "keys", "f32", -1, -1, -1)
+    kv_heads, capacity, head_dim = keys.shape
+    fits = head_dim in LANES_HEAD_DIMS and qkv.shape[0] == 1 and qkv.address % 8 == 0
+    fits = fits and (table is None or table.address % 8 == 0) and eight_lanes(qkv.device)
+    if variant != "step" and (variant is not None or not fits):
+        rope_and_cache(qkv, table, start, keys, values, heads)
+        return attention(qkv, keys, values, start, heads, window=window, variant=variant)
+    require(fits, op, "one token, a head width that has a kernel, and a CPU device of 8 lanes are needed")
+    require_dense(values, op, "values", "f32", kv_heads, capacity, head_dim)
+    require_dense(qkv, op, "qkv", "f32", 1, (heads + 2 * kv_heads) * head_dim)
+    require_dense(start, op, "start", "i32", 1)
+    if table is not None:
+        require_dense(table, op, "table", "f32", capacity, head_dim // 2, 2)
+    require(heads % kv_heads == 0, op, f"{heads} heads are not a multiple of {kv_heads} key/value heads")
+    require(window is None or window > 0, op, f"window {window} must be positive")
+    y = Tensor.empty(qkv.device, (1, heads * head_dim))
+    groups = (kv_heads, -(-(heads // kv_heads) // 8), 1)
+    _run(f"attention_step_{head_dim}", groups, qkv, table, start, keys, values, y, heads, window)
+    return y
+
+
+def _run(
+    name: str,
+    groups: tuple[int, int, int],
+    q: Tensor,
+    table: Tensor | None,
+    start: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    y: Tensor,
+    heads: int,
+    window: int | None,
+) -> None:
+    kv_heads, capacity, head_dim = keys.shape
+    cache = {"keys": keys, "values": values}
+    written = name.startswith("attention_step")
     q.device.kernel(name).dispatch(
         groups,
-        {"q": q, "keys": keys, "values": values, "start": start},
-        {"y": y},
-        tokens=tokens,
+        {"q": q, "table": table, "start": start, **({} if written else cache)},
+        {"y": y, **(cache if written else {})},
+        tokens=q.shape[0],
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         capacity=capacity,
-        q_stride=stride,
+        q_stride=q.shape[1],
         window=window or 0,
         scale=1 / sqrt(head_dim),
+        rotate=int(table is not None),
     )
-    return y

@@ -10,7 +10,7 @@ from oazoo.errors import DeviceError
 from oazoo.formats.quant import decode
 from oazoo.runtime import Tensor, get_device
 from oazoo.runtime.ops.activation import gelu_tanh, silu_mul
-from oazoo.runtime.ops.attention import attention, rope_and_cache
+from oazoo.runtime.ops.attention import attention, rope_and_cache, rotary_attention
 from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.norm import layer_norm, rms_norm
 from oazoo.runtime.ops.pack import pack
@@ -126,6 +126,9 @@ def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
         (1, 77, 9, 3, 64, None),
         (1, 300, 4, 2, 12, 5),
         (1, 40, 2, 1, 256, None),
+        (1, 0, 2, 2, 64, 1),
+        (1, 33, 10, 1, 32, 9),
+        (1, 18, 4, 2, 128, None),
         (1, 40, 4, 4, 10, None),
         (37, 0, 4, 2, 16, None),
         (130, 5, 9, 3, 64, None),
@@ -168,6 +171,16 @@ def test_rotation_cache_and_attention(
         turn(q, own), turn(k, np.arange(capacity)).transpose(1, 0, 2), v.transpose(1, 0, 2), start, window
     )
     close(got.numpy().reshape(wanted.shape), wanted, 5e-6)
+    # The same in one call, which may be one run.
+    again = [device_array(a) for a in (qkv.reshape(tokens, -1), keys, values)]
+    got = rotary_attention(
+        again[0], device_array(table), held[3], *again[1:], heads, window=window, variant=variant
+    )
+    close(got.numpy().reshape(wanted.shape), wanted, 5e-6)
+    for cached, before in zip(again[1:], held[1:3]):
+        after, expected = cached.numpy(), before.numpy()
+        assert np.array_equal(np.isnan(after), np.isnan(expected))
+        close(np.nan_to_num(after), np.nan_to_num(expected).astype(np.float64), 1e-6)
 
 
 def test_no_rotation_without_a_table() -> None:
@@ -179,6 +192,12 @@ def test_no_rotation_without_a_table() -> None:
     assert np.array_equal(held.numpy(), qkv)
     assert np.array_equal(keys.numpy()[:, 1:4], qkv[:, 12:24].reshape(3, 2, 6).transpose(1, 0, 2))
     assert np.array_equal(values.numpy()[:, 1:4], qkv[:, 24:].reshape(3, 2, 6).transpose(1, 0, 2))
+    one = rng.normal(size=(1, 3 * 64)).astype(np.float32)
+    keys, values = (Tensor.empty(get_device(), (1, 5, 64)) for _ in range(2))
+    nothing = device_array(np.array([0], np.int32))
+    got = rotary_attention(device_array(one), None, nothing, keys, values, 1).numpy()
+    assert np.array_equal(got[0], one[0, 128:])  # a token alone sees itself
+    assert np.array_equal(keys.numpy()[0, 0], one[0, 64:128])
 
 
 def test_large_scores_do_not_overflow() -> None:
