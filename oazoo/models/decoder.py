@@ -9,7 +9,7 @@ from oazoo.nn.layers import Embedding, Linear, RMSNorm, gated_linear, project
 from oazoo.nn.module import Module, ModuleList
 from oazoo.nn.rope import inverse_frequencies, rotary_table
 from oazoo.runtime import Device, Tensor
-from oazoo.runtime.ops.attention import attention, rope_and_cache
+from oazoo.runtime.ops.attention import rotary_attention
 from oazoo.runtime.ops.linear import linear
 
 
@@ -30,8 +30,9 @@ class Attention(Module):
         """``x + o(attention(norm(x)))``, f32 [tokens, hidden]."""
         qkv = project(x, [self.q, self.k, self.v], norm=norm)
         keys, values = cache.layers[self._layer]
-        rope_and_cache(qkv, cache.rotary, cache.start, keys, values, self._heads)
-        mixed = attention(qkv, keys, values, cache.start, self._heads, window=self._window)
+        mixed = rotary_attention(
+            qkv, cache.rotary, cache.start, keys, values, self._heads, window=self._window
+        )
         return self.o(mixed, residual=x)
 
 

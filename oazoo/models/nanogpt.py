@@ -8,7 +8,7 @@ from oazoo.models.session import CausalModel, Watch
 from oazoo.nn.layers import Embedding, LayerNorm, Linear
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
-from oazoo.runtime.ops.attention import attention, rope_and_cache
+from oazoo.runtime.ops.attention import rotary_attention
 from oazoo.runtime.ops.linear import linear
 
 
@@ -25,8 +25,8 @@ class Attention(Module):
         """``residual + o(attention(x))``, f32 [tokens, hidden]."""
         qkv = self.qkv(x)
         keys, values = cache.layers[self._layer]
-        rope_and_cache(qkv, None, cache.start, keys, values, self._heads)
-        return self.o(attention(qkv, keys, values, cache.start, self._heads), residual=residual)
+        mixed = rotary_attention(qkv, None, cache.start, keys, values, self._heads)
+        return self.o(mixed, residual=residual)
 
 
 class MLP(Module):
