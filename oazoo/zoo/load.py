@@ -20,7 +20,7 @@ from oazoo.formats.source import SourceTensor
 from oazoo.generation.text_model import TextModel
 from oazoo.models import CausalModel, build
 from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
-from oazoo.runtime.ops.linear import MAX_ELEMENTS
+from oazoo.runtime.ops.common import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
 from oazoo.translators.convert import convert as translate
 from oazoo.zoo.convert import fetch, provenance_of

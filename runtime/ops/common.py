@@ -8,8 +8,8 @@ from oazoo.errors import DeviceError
 from oazoo.runtime.device import Device
 from oazoo.runtime.tensor import Tensor
 
-#: Kernels index with 32 bits.
-MAX_ELEMENTS = 2**32 - 1
+#: Elements that a run can address: kernels index pointers with signed 32 bits.
+MAX_ELEMENTS = 2**31 - 1
 #: Workgroups along one axis that every device allows.
 MAX_GROUPS = 65535
 

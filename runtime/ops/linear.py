@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oazoo.errors import DeviceError
-from oazoo.runtime.ops.common import eight_lanes, require, require_dense
+from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require_dense
 from oazoo.runtime.ops.norm import rms_norm
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
@@ -21,8 +21,6 @@ from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
 #: Encodings that weights may have, and the alignment that kernels load them with.
 ENCODINGS = ("f32", "f16", "bf16", "q8", "q4")
 VARIANTS = ("lanes", "group", "tile")
-#: Elements of one weight or one output that a run can address: kernels index with signed 32 bits.
-MAX_ELEMENTS = 2**31 - 1
 
 _BIAS = (1, 2, 4)
 _RESIDUAL, _NORM, _GELU = 8, 16, 32
