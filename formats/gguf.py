@@ -7,7 +7,6 @@ decoded by the ``gguf`` package, piece by piece.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +16,7 @@ from oazoo.formats.ggml_types import GGML_TYPES, UNKNOWN_PREFIX
 from oazoo.formats.gguf_metadata import MAGIC, GgufHead, GgufTensor, read_head
 from oazoo.formats.mapped import MappedFile, MappedTensor
 from oazoo.formats.messages import quoted
-from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
+from oazoo.formats.source import TensorInfo, WeightSource
 
 _STEP = 1 << 16
 
@@ -50,15 +49,6 @@ class GgufSource(WeightSource):
         except BaseException:
             self._file.close()
             raise
-
-    def __getitem__(self, name: str) -> SourceTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def close(self) -> None:
         self._file.close()

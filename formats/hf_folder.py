@@ -7,7 +7,6 @@ them is reported in ``notes``, never read.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -84,15 +83,6 @@ class ShardedSource(WeightSource):
             tensors.update(shard)
         # In the order of the index, which is that of the model.
         return {name: tensors[name] for name in weight_map}, metadata
-
-    def __getitem__(self, name: str) -> SourceTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def close(self) -> None:
         for shard in self._shards:

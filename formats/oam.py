@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -76,15 +76,6 @@ class OamSource(WeightSource):
         carried = self.asset(layout.CARRIED_ASSET)
         self._tensors = weights if carried is None else apply_carried(weights, carried)
         self._optimizer = self._optimizer_header()
-
-    def __getitem__(self, name: str) -> SourceTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def close(self) -> None:
         self._file.close()

@@ -8,7 +8,6 @@ Sharded models are read by :mod:`oazoo.formats.hf_folder`; files are written by 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from oazoo.errors import FormatError
 from oazoo.formats import encodings
 from oazoo.formats.mapped import MappedFile, MappedTensor
 from oazoo.formats.messages import quoted
-from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
+from oazoo.formats.source import TensorInfo, WeightSource
 from oazoo.formats.strict_json import Cursor, decode_utf8
 
 #: The format's own limit on the header.
@@ -75,15 +74,6 @@ class SafetensorsSource(WeightSource):
         except BaseException:
             self._file.close()
             raise
-
-    def __getitem__(self, name: str) -> SourceTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def close(self) -> None:
         self._file.close()

@@ -81,6 +81,17 @@ class WeightSource(ABC, Mapping[str, SourceTensor]):
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    #: What the mapping holds; every reader fills it when it opens.
+    _tensors: Mapping[str, SourceTensor]
+
+    def __getitem__(self, name: str) -> SourceTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
     @abstractmethod
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oazoo.configs import DecoderConfig
 from oazoo.models.cache import KVCache
-from oazoo.models.session import CausalModel, Watch
+from oazoo.models.session import CausalModel, Layer
 from oazoo.nn.layers import Embedding, Linear, RMSNorm, gated_linear, project
 from oazoo.nn.module import Module, ModuleList
 from oazoo.nn.rope import inverse_frequencies, rotary_table
@@ -49,7 +49,7 @@ class MLP(Module):
         return self.down(gated_linear(x, self.gate, self.up, norm), residual=x)
 
 
-class Block(Module):
+class Block(Layer):
     """One layer."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -71,8 +71,7 @@ class Decoder(CausalModel):
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self._blocks = [Block(config, layer) for layer in range(config.num_layers)]
-        self.layers = ModuleList(self._blocks)
+        self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tied_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -91,15 +90,8 @@ class Decoder(CausalModel):
             rotary=rotary_table(inverse, magnitude, capacity),
         )
 
-    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
-        x = self.embed(ids)
-        if watch is not None:
-            watch("embed", x)
-        for layer, block in enumerate(self._blocks):
-            x = block(x, cache)
-            if watch is not None:
-                watch(f"layers.{layer}", x)
-        return x
+    def embed_tokens(self, ids: Tensor, cache: KVCache) -> Tensor:
+        return self.embed(ids)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         weight = self.embed.weight if self.config.tied_embeddings else self.head.weight

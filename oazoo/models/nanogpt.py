@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oazoo.configs import NanoGPTConfig
 from oazoo.models.cache import KVCache
-from oazoo.models.session import CausalModel, Watch
+from oazoo.models.session import CausalModel, Layer
 from oazoo.nn.layers import Embedding, LayerNorm, Linear
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
@@ -41,7 +41,7 @@ class MLP(Module):
         return self.down(self.up(x, gelu=True), residual=residual)
 
 
-class Block(Module):
+class Block(Layer):
     """One layer."""
 
     def __init__(self, config: NanoGPTConfig, layer: int) -> None:
@@ -65,8 +65,7 @@ class NanoGPT(CausalModel):
         self.max_positions = config.max_positions
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.positions = Embedding(config.max_positions, config.hidden_size)
-        self._blocks = [Block(config, layer) for layer in range(config.num_layers)]
-        self.layers = ModuleList(self._blocks)
+        self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, config.bias)
         if not config.tied_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -81,15 +80,8 @@ class NanoGPT(CausalModel):
             head_dim=config.head_dim,
         )
 
-    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
-        x = self.embed(ids, self.positions, cache.start)
-        if watch is not None:
-            watch("embed", x)
-        for layer, block in enumerate(self._blocks):
-            x = block(x, cache)
-            if watch is not None:
-                watch(f"layers.{layer}", x)
-        return x
+    def embed_tokens(self, ids: Tensor, cache: KVCache) -> Tensor:
+        return self.embed(ids, self.positions, cache.start)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         weight = self.embed.weight if self.config.tied_embeddings else self.head.weight

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from oazoo.errors import GenerationError
 from oazoo.models.cache import KVCache
-from oazoo.nn.module import Module
+from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Program, Tensor
 
 Ids = npt.NDArray[np.int32]
@@ -24,6 +24,14 @@ CHUNK = 256
 _HEAD_ROWS = 64
 
 
+class Layer(Module):
+    """One layer of a causal model."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, cache: KVCache) -> Tensor:
+        """The residual stream after this layer, f32 [tokens, hidden]."""
+
+
 class CausalModel(Module):
     """A causal language model on a device. Subclasses give the layers; this gives sessions and logits.
 
@@ -31,27 +39,40 @@ class CausalModel(Module):
         vocab_size: number of logits.
         max_positions: longest sequence.
         device: where the weights are.
+        layers: what ``hidden`` runs through, each called with the residual stream and the cache.
     """
 
     vocab_size: int
     max_positions: int
     device: Device
+    layers: ModuleList[Layer]
 
     @abstractmethod
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for one sequence of up to ``capacity`` tokens."""
 
     @abstractmethod
-    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
-        """The residual stream after the last layer, f32 [tokens, hidden].
-
-        ``ids`` is i32 [tokens]; the first of them stands at position ``cache.start``. ``watch`` is
-        told the output of the embedding and of every layer, with its name.
-        """
+    def embed_tokens(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """The residual stream before the first layer, f32 [tokens, hidden], of ``ids`` (i32 [tokens])."""
 
     @abstractmethod
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: f32 [rows, hidden] to [rows, vocab_size]."""
+
+    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
+        """The residual stream after the last layer, f32 [tokens, hidden].
+
+        ``ids`` is i32 [tokens]; the first of them stands at position ``cache.start``. ``watch`` is told the output of the
+        embedding and of every layer, with its name.
+        """
+        x = self.embed_tokens(ids, cache)
+        if watch is not None:
+            watch("embed", x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cache)
+            if watch is not None:
+                watch(f"layers.{index}", x)
+        return x
 
     def first_nonfinite(self, ids: npt.ArrayLike) -> str | None:
         """Where a run over ``ids`` [tokens] first goes bad: the step whose output has a NaN or an infinity, or None.

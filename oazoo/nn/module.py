@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from oazoo.errors import DeviceError
 from oazoo.runtime import Tensor
@@ -53,11 +54,20 @@ class Module:
             parameter.shards = tuple(provider(name, parameter.shape))
 
 
-class ModuleList(Module):
+M = TypeVar("M", bound=Module)
+
+
+class ModuleList(Module, Generic[M]):
     """Modules in a row, named by their index."""
 
-    def __init__(self, modules: Sequence[Module]) -> None:
+    def __init__(self, modules: Sequence[M]) -> None:
         self._modules = tuple(modules)
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         for index, module in enumerate(self._modules):
