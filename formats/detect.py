@@ -10,18 +10,20 @@ from oazoo.errors import FormatError
 from oazoo.formats.gguf import GgufSource
 from oazoo.formats.gguf_metadata import MAGIC as GGUF_MAGIC
 from oazoo.formats.hf_folder import ShardedSource, find_weights
-from oazoo.formats.mapped import open_regular
+from oazoo.formats.mapped import MappedFile, open_regular
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import MAGIC as OAM_MAGIC
+from oazoo.formats.onnx import FIRST_BYTES, OnnxSource, looks_like_onnx
 from oazoo.formats.safetensors import MAX_HEADER, SafetensorsSource
 from oazoo.formats.source import WeightSource
+from oazoo.formats.torch_zip import HOW as _HOW
+from oazoo.formats.torch_zip import TorchSource
 
-SUPPORTED = "SafeTensors (one file, or a sharded index), GGUF (versions 2 and 3) and .oam"
-
-_HOW = (
-    "take the SafeTensors files of the model, or convert it where you trust it: "
-    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT)"
+SUPPORTED = (
+    "SafeTensors (one file, or a sharded index), GGUF (versions 2 and 3), ONNX, PyTorch checkpoints of plain tensors "
+    "(torch.save) and .oam"
 )
+
 _HEAD = 512
 
 
@@ -30,7 +32,8 @@ def open_source(path: Path | str) -> WeightSource:
 
     Raises:
         UsageError: there is no such file, or a folder in which no single set of weights can be told.
-        FormatError: the content is not supported (pickles are refused: they can run code), or is damaged.
+        FormatError: the content is not supported, or is damaged. Pickles are never loaded: of a PyTorch checkpoint the tensors
+            and plain values are read without running it, and it is refused when it asks for anything else.
     """
     path = Path(path)
     if path.is_dir():
@@ -48,6 +51,10 @@ def open_source(path: Path | str) -> WeightSource:
         return SafetensorsSource(path)
     if head.lstrip()[:1] == b"{":
         return ShardedSource(path)
+    if _looks_like_torch(head):
+        return TorchSource(path)
+    if _looks_like_onnx(path, head):
+        return OnnxSource(path)
     raise FormatError(f"{path}: {_what_it_is(head)}; supported are {SUPPORTED}")
 
 
@@ -58,6 +65,26 @@ def _looks_like_safetensors(head: bytes) -> bool:
     )
 
 
+def _looks_like_torch(head: bytes) -> bool:
+    """Whether a zip begins as torch.save writes it: with the pickle, or a record that only its archives have."""
+    if not head.startswith(b"PK\x03\x04") or b".npy" in head:
+        return False
+    return b".pkl" in head or b"/byteorder" in head or b"/version" in head or b"/.format_version" in head
+
+
+def _looks_like_onnx(path: Path, head: bytes) -> bool:
+    # Cheap on anything else: the first byte of a ModelProto is the tag of one of its fields.
+    if looks_like_onnx(head):
+        return True
+    if head[:1] not in FIRST_BYTES or _looks_like_pickle(head):
+        return False
+    file = MappedFile(path)
+    try:
+        return looks_like_onnx(head, file)
+    finally:
+        file.close()
+
+
 def _what_it_is(head: bytes) -> str:
     """What an unsupported file is, as far as its first bytes tell, and what to do about it."""
     if not head:
@@ -65,8 +92,6 @@ def _what_it_is(head: bytes) -> str:
     if head.startswith(b"PK\x03\x04") and b".npy" in head:
         return "is a NumPy archive (.npz)"
     if head.startswith(b"PK\x03\x04"):
-        if b".pkl" in head or b"/byteorder" in head or b"/version" in head:
-            return f"is a PyTorch checkpoint (a pickle in a zip), which can run code when loaded and is never read; {_HOW}"
         return "is a zip archive; unpack it, or if it is a PyTorch checkpoint: " + _HOW
     if _looks_like_pickle(head):
         return f"is a Python pickle, which can run code when loaded and is never read; {_HOW}"

@@ -30,6 +30,7 @@ MAX_PARAMETERS = 1 << 44
 
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")
 LAYER_TYPES = ("full", "sliding")
+GELU_FORMS = ("gelu_tanh", "gelu")
 
 
 def _check(condition: bool, where: str, what: str) -> None:
@@ -331,7 +332,11 @@ class DecoderConfig(_StrictJson):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanoGPTConfig(_StrictJson):
-    """A GPT-2 style language model: LayerNorm, learned positions, fused qkv, GELU (tanh form)."""
+    """A GPT-2 style language model: LayerNorm, learned positions, fused qkv, GELU.
+
+    ``bias``: whether the linear layers have one; ``norm_bias`` the same of the norms, ``None`` for as ``bias`` says.
+    ``activation``: ``"gelu_tanh"`` (GPT-2), or ``"gelu"``, the exact form with erf (PyTorch's default).
+    """
 
     family: ClassVar[str] = "nanogpt"
 
@@ -344,6 +349,7 @@ class NanoGPTConfig(_StrictJson):
     max_positions: int
     tied_embeddings: bool
     bias: bool = True
+    norm_bias: bool | None = None
     activation: str = "gelu_tanh"
 
     def __post_init__(self) -> None:
@@ -355,9 +361,9 @@ class NanoGPTConfig(_StrictJson):
             f"hidden_size = {self.hidden_size} must be a multiple of num_heads = {self.num_heads}",
         )
         _check(
-            self.activation == "gelu_tanh",
+            self.activation in GELU_FORMS,
             where,
-            f"activation {self.activation[:64]!r} is not supported; supported: gelu_tanh",
+            f"activation {self.activation[:64]!r} is not supported; supported: {', '.join(GELU_FORMS)}",
         )
         _check_parameter_count(self)
 
@@ -365,6 +371,11 @@ class NanoGPTConfig(_StrictJson):
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """Whether the norms have a bias."""
+        return self.bias if self.norm_bias is None else self.norm_bias
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every parameter, in file order; linear weights are [out, in]; qkv: q, k, v rows."""
@@ -374,20 +385,20 @@ class NanoGPTConfig(_StrictJson):
             "positions.weight": (self.max_positions, hidden),
         }
 
-        def with_bias(name: str, *shape: int) -> None:
+        def add(name: str, bias: bool, *shape: int) -> None:
             shapes[f"{name}.weight"] = shape
-            if self.bias:
+            if bias:
                 shapes[f"{name}.bias"] = shape[:1]
 
         for layer in range(self.num_layers):
             at = f"layers.{layer}"
-            with_bias(f"{at}.attn_norm", hidden)
-            with_bias(f"{at}.attn.qkv", 3 * hidden, hidden)
-            with_bias(f"{at}.attn.o", hidden, hidden)
-            with_bias(f"{at}.mlp_norm", hidden)
-            with_bias(f"{at}.mlp.up", inner, hidden)
-            with_bias(f"{at}.mlp.down", hidden, inner)
-        with_bias("norm", hidden)
+            add(f"{at}.attn_norm", self.has_norm_bias, hidden)
+            add(f"{at}.attn.qkv", self.bias, 3 * hidden, hidden)
+            add(f"{at}.attn.o", self.bias, hidden, hidden)
+            add(f"{at}.mlp_norm", self.has_norm_bias, hidden)
+            add(f"{at}.mlp.up", self.bias, inner, hidden)
+            add(f"{at}.mlp.down", self.bias, hidden, inner)
+        add("norm", self.has_norm_bias, hidden)
         if not self.tied_embeddings:
             shapes["head.weight"] = (self.vocab_size, hidden)
         return shapes

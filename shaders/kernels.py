@@ -58,6 +58,7 @@ def _rows() -> dict[str, KernelSpec]:
     table["rope_and_cache"] = KernelSpec("rope", "ropeAndCache")
     table["silu_mul"] = KernelSpec("activation", "siluMul")
     table["gelu_tanh"] = KernelSpec("activation", "geluTanh")
+    table["gelu_erf"] = KernelSpec("gelu", "geluErf")
     return table
 
 

@@ -62,7 +62,8 @@ def decoder_logits(p: Mapping[str, Array], c: DecoderConfig, ids: Array) -> Arra
 
 
 def nanogpt_logits(p: Mapping[str, Array], c: NanoGPTConfig, ids: Array) -> Array:
-    """GPT-2: LayerNorm, learned positions, fused qkv, GELU in its tanh form."""
+    """GPT-2: LayerNorm, learned positions, fused qkv, GELU in the form that the config names."""
+    gelu = {"gelu_tanh": gelu_tanh, "gelu": gelu_erf}[c.activation]
     tokens = len(ids)
     x = p["embed.weight"][ids] + p["positions.weight"][:tokens]
     for layer in range(c.num_layers):
@@ -72,7 +73,7 @@ def nanogpt_logits(p: Mapping[str, Array], c: NanoGPTConfig, ids: Array) -> Arra
         mixed = attention(qkv[:, 0], qkv[:, 1], qkv[:, 2], attention_mask(tokens, None))
         x = x + linear(p, f"{at}.attn.o", mixed.reshape(tokens, -1))
         h = layer_norm(x, p[f"{at}.mlp_norm.weight"], p.get(f"{at}.mlp_norm.bias"), c.norm_eps)
-        x = x + linear(p, f"{at}.mlp.down", gelu_tanh(linear(p, f"{at}.mlp.up", h)))
+        x = x + linear(p, f"{at}.mlp.down", gelu(linear(p, f"{at}.mlp.up", h)))
     x = layer_norm(x, p["norm.weight"], p.get("norm.bias"), c.norm_eps)
     return x @ p["embed.weight" if c.tied_embeddings else "head.weight"].T
 
@@ -104,6 +105,11 @@ def silu(x: Array) -> Array:
 def gelu_tanh(x: Array) -> Array:
     """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³)))."""
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_erf(x: Array) -> Array:
+    """0.5 x (1 + erf(x / sqrt(2)))."""
+    return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[x.dtype])(x / math.sqrt(2)))
 
 
 def attention_mask(tokens: int, window: int | None) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ from oazoo.models.session import CausalModel, Layer
 from oazoo.nn.layers import Embedding, LayerNorm, Linear
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
+from oazoo.runtime.ops.activation import gelu_erf
 from oazoo.runtime.ops.attention import rotary_attention
 from oazoo.runtime.ops.linear import linear
 
@@ -30,24 +31,26 @@ class Attention(Module):
 
 
 class MLP(Module):
-    """Feed-forward with GELU."""
+    """Feed-forward with GELU: its tanh form inside the product, the exact one after it."""
 
     def __init__(self, config: NanoGPTConfig) -> None:
         self.up = Linear(config.hidden_size, config.intermediate_size, config.bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.bias)
+        self._exact = config.activation == "gelu"
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + down(gelu(up(x)))``, f32 [tokens, hidden]."""
-        return self.down(self.up(x, gelu=True), residual=residual)
+        inner = gelu_erf(self.up(x)) if self._exact else self.up(x, gelu=True)
+        return self.down(inner, residual=residual)
 
 
 class Block(Layer):
     """One layer."""
 
     def __init__(self, config: NanoGPTConfig, layer: int) -> None:
-        self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps, config.bias)
+        self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps, config.has_norm_bias)
         self.attn = Attention(config, layer)
-        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, config.bias)
+        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, config.has_norm_bias)
         self.mlp = MLP(config)
 
     def __call__(self, x: Tensor, cache: KVCache) -> Tensor:
@@ -66,7 +69,7 @@ class NanoGPT(CausalModel):
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.positions = Embedding(config.max_positions, config.hidden_size)
         self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, config.bias)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, config.has_norm_bias)
         if not config.tied_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
 

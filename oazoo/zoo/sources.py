@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oazoo.errors import PullError
+from oazoo.errors import FormatError, PullError
 from oazoo.zoo.cards import CardSource
 from oazoo.zoo.download import Progress
 from oazoo.zoo.refs import HubRef, WheelRef
@@ -95,7 +95,8 @@ def source_for(card_source: CardSource, notify: Notify) -> Source:
 def refuse_pickle(path: Path) -> None:
     """Raise if ``path`` holds pickled Python objects, whatever its name: reading those runs code.
 
-    Recognised are bare pickles (protocol 2 and up) and PyTorch's zip archives with a pickle inside.
+    Recognised are bare pickles (protocol 2 and up) and PyTorch's zip archives with a pickle inside. Such an archive may stay
+    if it holds nothing but tensors and plain values, which :mod:`oazoo.formats.torch_zip` reads without running it.
     """
     with path.open("rb") as file:
         head = file.read(4)
@@ -108,12 +109,23 @@ def refuse_pickle(path: Path) -> None:
                 pickled = any(name.endswith(".pkl") for name in archive.namelist())
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
             pickled = False
+        pickled = pickled and not _is_plain(path)
     if pickled:
         raise PullError(
             f"{path.name} is a pickle, which can run code when it is read; oazoo does not open such files. "
             "Look for a safetensors or GGUF file of the model, or convert it with the safetensors package "
             "on a machine that you can lose"
         )
+
+
+def _is_plain(path: Path) -> bool:
+    from oazoo.formats.torch_zip import TorchSource
+
+    try:
+        TorchSource(path).close()
+    except FormatError:
+        return False
+    return True
 
 
 def only_pickles(names: Sequence[str]) -> list[str]:

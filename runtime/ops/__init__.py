@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oazoo.runtime.ops.activation import gelu_tanh, silu_mul
+from oazoo.runtime.ops.activation import gelu_erf, gelu_tanh, silu_mul
 from oazoo.runtime.ops.attention import attention, rope_and_cache, rotary_attention
 from oazoo.runtime.ops.elementwise import add, argmax, dequantize
 from oazoo.runtime.ops.embedding import embedding
@@ -17,6 +17,7 @@ __all__ = [
     "dequantize",
     "embedding",
     "gated",
+    "gelu_erf",
     "gelu_tanh",
     "layer_norm",
     "linear",
