@@ -32,7 +32,7 @@ def open_source(path: Path | str) -> WeightSource:
 
     Raises:
         UsageError: there is no such file, or a folder in which no single set of weights can be told.
-        FormatError: the content is not supported, or is damaged. Pickles are never loaded: of a PyTorch checkpoint the tensors
+        FormatError: the content is not supported, or is damaged. Pickles are never loaded: of a PyTorch checkpoint tensors
             and plain values are read without running it, and it is refused when it asks for anything else.
     """
     path = Path(path)

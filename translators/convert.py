@@ -18,6 +18,7 @@ from oazoo.formats.oam_writer import OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
 from oazoo.translators.plan import Plan, plan
+from oazoo.translators.raw_config import RawConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,7 +74,7 @@ class ConversionReport:
     output: Path
     output_bytes: int
     translator: str
-    config: ModelConfig
+    config: ModelConfig | RawConfig
     tensors: tuple[TensorReport, ...]
     ignored: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]

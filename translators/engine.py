@@ -39,7 +39,8 @@ class TensorPlan:
     """How one target tensor comes about.
 
     ``action``: ``copy`` (bytes as they are, rows possibly moved), ``repack`` (Q8_0 and Q4_0 to Q8 and Q4,
-    every value kept) or ``convert`` (decoded and cast; rounding is measured).
+    every value kept), ``convert`` (decoded and cast; rounding is measured) or ``store`` (bytes as they are,
+    whatever they mean).
     """
 
     rule: Rule
@@ -125,7 +126,7 @@ def check(checkpoint: Checkpoint, translation: Translation, dtype: str = "keep")
                 f"{shapes}: for {rule.target} the config asks for {list(expected[rule.target])}, not {list(shape)}"
             )
             continue
-        plans.append(_plan_tensor(source, rule, shape, dtype))
+        plans.append(_plan_tensor(source, rule, shape, dtype, translation.any_type))
     if faults:
         raise TranslationError(
             f"{source.path}: the tensors do not fit {checkpoint.where}: {_listed(faults, 'shape')}"
@@ -173,12 +174,25 @@ def _unused(source: WeightSource, translation: Translation) -> list[tuple[str, s
     return ignored
 
 
-def _plan_tensor(source: WeightSource, rule: Rule, shape: tuple[int, ...], dtype: str) -> TensorPlan:
+def _plan_tensor(
+    source: WeightSource, rule: Rule, shape: tuple[int, ...], dtype: str, any_type: bool
+) -> TensorPlan:
     kinds = tuple(source[name].info.encoding for name in rule.sources)
+    if any_type and _stays(kinds[0], dtype):
+        return TensorPlan(rule, shape, kinds[0], source[rule.sources[0]].info.nbytes, kinds, "store")
     for name, kind in zip(rule.sources, kinds, strict=True):
         _check_usable(source, name, kind)
     encoding, action = _choose(kinds, rule, len(shape), dtype)
+    if action == "repack" and not encodings.numel(shape):
+        encoding, action = "f16", "convert"  # blocks cannot hold nothing
     return TensorPlan(rule, shape, encoding, encodings.get(encoding).bytes_for(shape), kinds, action)
+
+
+def _stays(kind: str, dtype: str) -> bool:
+    """Whether a tensor is stored as it is: integers always, 8-bit floats unless they are to become wider."""
+    if kind in _SMALL_FLOATS:
+        return dtype == "keep"
+    return kind not in _FLOATS and encodings.get(kind).kind in ("dense", "packed")
 
 
 def _check_usable(source: WeightSource, name: str, kind: str) -> None:
@@ -217,6 +231,12 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
         TranslationError: a finite value does not fit the target's range.
     """
     tensors = [source[name] for name in plan.rule.sources]
+    if not encodings.numel(plan.shape):
+        return
+    if plan.action == "store":
+        stored = tensors[0].raw()
+        yield from (stored[start : start + 4 * CHUNK] for start in range(0, stored.size, 4 * CHUNK))
+        return
     if plan.action == "repack":
         raw = _moved_bytes(plan, tensors)
         for piece in quant.reencode_stream(raw, plan.source_encodings[0]):

@@ -84,19 +84,23 @@ def _tied(settings: Settings, notes: list[str]) -> bool:
 def _rules(config: NanoGPTConfig, prefix: str) -> list[Rule]:
     rules = []
     for target in config.parameters():
-        stem, _, suffix = target.rpartition(".")
         if target == "head.weight":
             rules.append(Rule(target, ("lm_head.weight",)))
             continue
-        if stem.startswith("layers."):
-            _, number, part = stem.split(".", 2)
-            source = f"{prefix}h.{number}.{_NAMES[part]}.{suffix}"
-        else:
-            part = stem
-            source = f"{prefix}{_NAMES[part]}.{suffix}"
-        transposed = part in _CONV1D and suffix == "weight"
-        rules.append(Rule(target, (source,), Transpose2D() if transposed else Identity()))
+        transposed = target.endswith(tuple(f"{part}.weight" for part in _CONV1D))
+        rules.append(
+            Rule(target, (source_name(target, prefix),), Transpose2D() if transposed else Identity())
+        )
     return rules
+
+
+def source_name(target: str, prefix: str) -> str:
+    """GPT-2's name of a parameter other than the head."""
+    stem, _, suffix = target.rpartition(".")
+    if stem.startswith("layers."):
+        _, number, part = stem.split(".", 2)
+        return f"{prefix}h.{number}.{_NAMES[part]}.{suffix}"
+    return f"{prefix}{_NAMES[stem]}.{suffix}"
 
 
 TRANSLATORS = (Translator("gpt2", "GPT-2, NanoGPT", ("hf:GPT2LMHeadModel",), _translate),)

@@ -15,6 +15,7 @@ from oazoo.configs import ModelConfig
 from oazoo.errors import UsageError
 from oazoo.formats.detect import open_source
 from oazoo.formats.oam_layout import ASSET_PREFIX, OamConfig
+from oazoo.formats.oam_layout import DTYPES as OAM_DTYPES
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.assets import Assets
@@ -22,6 +23,7 @@ from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check
 from oazoo.translators.gguf_tokenizer import gguf_assets
 from oazoo.translators.hf_assets import hf_assets
 from oazoo.translators.packed import refuse_packed
+from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.settings import read_small
 from oazoo.translators.translator import Checkpoint, Translation, Translator, choose, open_checkpoint
 
@@ -50,7 +52,7 @@ class Plan:
     owns_source: bool = field(default=False, repr=False)
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> ModelConfig | RawConfig:
         """The typed configuration of the model."""
         return self.translation.config
 
@@ -104,7 +106,7 @@ class Plan:
             "tokenizer": dict(self.assets.tokens),
             "tool": f"oazoo {_version()}",
         }
-        kinds = [tensor.encoding for tensor in self.tensors if tensor.encoding not in ("q4", "q8")]
+        kinds = [tensor.encoding for tensor in self.tensors if tensor.encoding in OAM_DTYPES]
         return OamConfig(
             architecture=config.family,
             d_model=config.hidden_size,
@@ -216,7 +218,8 @@ def plan(
 
     Args:
         source: a file or folder, or an opened source (which stays open).
-        arch: a translator's name, or ``"auto"`` to go by what the checkpoint declares.
+        arch: a translator's name, ``"auto"`` to go by what the checkpoint declares, or ``"raw"`` to keep every tensor under
+            its own name, without a model.
         dtype: ``"keep"``, or the dense type of every weight: ``"f32"``, ``"f16"``, ``"bf16"``. With
             ``"keep"``, Q8_0 and Q4_0 weights become Q8 and Q4 without loss, other block encodings f16.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
@@ -232,7 +235,7 @@ def plan(
         raise UsageError(f"unknown dtype {dtype[:32]!r}; known: {', '.join(DTYPES)}")
     opened = source if isinstance(source, WeightSource) else open_source(source)
     try:
-        checkpoint = open_checkpoint(opened)
+        checkpoint = open_checkpoint(opened, arch)
         refuse_packed(checkpoint)
         translator = choose(checkpoint, arch)
         translation = translator.translate(checkpoint)
@@ -241,6 +244,8 @@ def plan(
         side_files: tuple[Path, ...] = ()
         if checkpoint.naming == "gguf":
             assets = gguf_assets(checkpoint, rows, with_tokenizer)
+        elif checkpoint.naming != "hf":
+            assets = Assets()  # these containers carry no tokenizer
         else:
             assets, read = hf_assets(checkpoint, rows, with_tokenizer)
             assert checkpoint.folder is not None
@@ -283,7 +288,9 @@ def _own_license(checkpoint: Checkpoint) -> str | None:
     if checkpoint.naming == "gguf":
         value = checkpoint.config.get("general.license")
         return value[:256] if isinstance(value, str) and value else None
-    card = (checkpoint.folder or Path()) / "README.md"
+    if checkpoint.folder is None:
+        return None
+    card = checkpoint.folder / "README.md"
     if not card.is_file():
         return None
     lines = read_small(card, 16 << 20).decode("utf-8", "replace").splitlines()

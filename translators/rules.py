@@ -10,6 +10,7 @@ is how quantised tensors are permuted without being decoded.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,67 @@ class Transpose2D(Transform):
         """The transposed view."""
         array: Array = _single(sources, self)
         return array.T
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(Transform):
+    """``source`` → ``target``, two shapes of the same elements in the same order."""
+
+    source: Shape
+    target: Shape
+
+    @property
+    def on_rows(self) -> bool:  # type: ignore[override]
+        """Rows of the two shapes differ."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """The transform as the plan shows it."""
+        return f"Reshape({list(self.source)} to {list(self.target)})"
+
+    def shape(self, sources: Sequence[Shape]) -> Shape:
+        """``source`` → ``target``."""
+        shape: Shape = _single(sources, self)
+        if shape != self.source or math.prod(self.source) != math.prod(self.target):
+            raise TranslationError(f"{self.name}: the source has shape {list(shape)}")
+        return self.target
+
+    def apply(self, sources: Sequence[Array]) -> Array:
+        """A view of the other shape."""
+        array: Array = _single(sources, self)
+        return array.reshape(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(Transform):
+    """Transforms one after another: the first takes the sources, each other one the result before it."""
+
+    steps: tuple[Transform, ...]
+
+    @property
+    def on_rows(self) -> bool:  # type: ignore[override]
+        """Rows stay whole when every step keeps them so."""
+        return all(step.on_rows for step in self.steps)
+
+    @property
+    def name(self) -> str:
+        """The transform as the plan shows it."""
+        return ", ".join(step.name for step in self.steps)
+
+    def shape(self, sources: Sequence[Shape]) -> Shape:
+        """The shape after the last step."""
+        for step in self.steps:
+            sources = [step.shape(sources)]
+        shape: Shape = _single(sources, self)
+        return shape
+
+    def apply(self, sources: Sequence[Array]) -> Array:
+        """The values after the last step."""
+        for step in self.steps:
+            sources = [step.apply(sources)]
+        array: Array = _single(sources, self)
+        return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +294,8 @@ def invert(rules: Sequence[Rule]) -> list[Rule]:
         match rule.transform:
             case Identity() | Transpose2D():
                 inverse.append(Rule(rule.sources[0], (rule.target,), rule.transform))
+            case Reshape(before, after):
+                inverse.append(Rule(rule.sources[0], (rule.target,), Reshape(after, before)))
             case RopePermute(heads, to_half):
                 inverse.append(Rule(rule.sources[0], (rule.target,), RopePermute(heads, not to_half)))
             case Concat(axis, sizes):

@@ -17,6 +17,7 @@ from typing import Any
 from oazoo.configs import ModelConfig
 from oazoo.errors import TranslationError, UsageError
 from oazoo.formats.source import WeightSource
+from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.rules import Ignored, Rule
 from oazoo.translators.settings import Settings, read_json
 
@@ -27,8 +28,9 @@ MAX_CONFIG_BYTES = 16 << 20
 class Checkpoint:
     """An opened source together with the settings that describe its model.
 
-    ``naming`` is ``"gguf"`` or ``"hf"``: whose tensor names and setting keys are used. ``config`` holds the
-    GGUF metadata or the contents of ``config.json``. ``folder`` is where a Hugging Face checkpoint's other
+    ``naming`` says whose tensor names and setting keys are used: ``"gguf"``, ``"hf"``, ``"torch"`` (a checkpoint of
+    nanoGPT), ``"onnx"`` (names prove nothing, the graph does), or ``"raw"`` (whatever the names are). ``config`` holds the
+    metadata of the container, or the contents of ``config.json``. ``folder`` is where a Hugging Face checkpoint's other
     files lie. ``declared`` are the architecture names that the checkpoint gives itself.
     """
 
@@ -54,10 +56,12 @@ class Checkpoint:
 class Translation:
     """What a translator says about one checkpoint: everything but the bytes."""
 
-    config: ModelConfig
+    config: ModelConfig | RawConfig
     rules: Sequence[Rule]
     ignored: Sequence[Ignored] = ()
     notes: Sequence[str] = ()
+    #: Keep tensors of every type, also those that are no weights by themselves (integers, 8-bit floats, …).
+    any_type: bool = False
     #: Pairs of source tensors that must hold the same bytes: (ignored copy, the one that is used).
     equal: Sequence[tuple[str, str]] = ()
 
@@ -66,7 +70,7 @@ class Translation:
 class Translator:
     """A map of one architecture.
 
-    ``accepts`` lists what it reads, as ``"gguf:ARCHITECTURE"`` or ``"hf:ARCHITECTURE"``; ``translate``
+    ``accepts`` lists what it reads, as ``"NAMING:ARCHITECTURE"`` (see :class:`Checkpoint`); ``translate``
     derives the typed config and the rules from a checkpoint and refuses, by name, what it does not support.
     """
 
@@ -124,16 +128,28 @@ def choose(checkpoint: Checkpoint, arch: str = "auto") -> Translator:
     raise TranslationError(
         f"{checkpoint.where}: unsupported architecture {shown}.\n"
         "Supported:\n  " + "\n  ".join(supported()) + "\n"
-        "A checkpoint of a compatible architecture can be read with an explicit --arch."
+        "A checkpoint of a compatible architecture can be read with an explicit --arch; --arch raw keeps the tensors of "
+        "any other, but no model to run."
     )
 
 
-def open_checkpoint(source: WeightSource) -> Checkpoint:
-    """Find the settings that belong to an opened source.
+def open_checkpoint(source: WeightSource, arch: str = "auto") -> Checkpoint:
+    """Find the settings that belong to an opened source; none are looked for when ``arch`` is ``"raw"``.
 
     Raises:
         TranslationError: no settings are found, or the container is not one that is translated.
     """
+    if arch == "raw" and source.format != "oam":
+        return Checkpoint(source, "raw", {}, None, ())
+    if source.format == "onnx":
+        return Checkpoint(source, "onnx", source.metadata, None, ("graph",))
+    if source.format == "torch":
+        if not isinstance(source.metadata.get("model_args"), Mapping):
+            raise TranslationError(
+                f"{source.path}: a PyTorch checkpoint that does not say what model it is (nanoGPT's has model_args). Take "
+                "the model's SafeTensors folder, or keep the tensors without a model: --arch raw"
+            )
+        return Checkpoint(source, "torch", source.metadata, None, ("nanogpt",))
     if source.format == "gguf":
         name = source.metadata.get("general.architecture")
         if not isinstance(name, str) or not name:
@@ -145,7 +161,7 @@ def open_checkpoint(source: WeightSource) -> Checkpoint:
         if not path.is_file():
             raise TranslationError(
                 f"{source.path}: no config.json beside the weights, so the architecture is unknown; "
-                "place the checkpoint's config.json in the same folder"
+                "place the checkpoint's config.json in the same folder, or keep the tensors without a model: --arch raw"
             )
         config = read_json(path, MAX_CONFIG_BYTES)
         if not isinstance(config, Mapping):

@@ -134,6 +134,11 @@ def model_config(source: OamSource) -> ModelConfig:
         FormatError: the file describes no model of ours, or its tensors are not those of the model.
     """
     metadata = source.metadata
+    if metadata.get("family") == "raw":
+        raise FormatError(
+            f"{source.path}: holds tensors without a model (it was converted with --arch raw), so there is nothing to run; "
+            "list them with: oazoo inspect, read them with oazoo.formats.detect.open_source"
+        )
     if "family" not in metadata or "model" not in metadata:
         raise FormatError(
             f"{source.path}: an .oam file of architecture {source.config.architecture!r} that no model here can run; its "
