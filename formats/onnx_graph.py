@@ -166,7 +166,8 @@ class GraphParser:
     def _attribute(self, item: pb.Field, graph: OnnxGraph, depth: int) -> tuple[str, Any]:
         data = self._data
         pb.expect(item, pb.BYTES, "an attribute")
-        name, value, kind = "", None, 0
+        name, kind = "", 0
+        value: Any = None
         floats: list[float] = []
         ints: list[int] = []
         for part in pb.fields(data, item.start, item.stop):

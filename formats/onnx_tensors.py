@@ -285,12 +285,12 @@ def _unpack(packed: Bytes, kind: int, count: int) -> Bytes:
     out = np.empty((packed.size, a_byte), np.uint8)
     for k in range(a_byte):
         out[:, k] = packed >> (bits * k) & ((1 << bits) - 1)
-    values = out.reshape(-1)[:count]
+    values: Bytes = out.reshape(-1)[:count]
     if kind in _SIGNED:
         half = 1 << (bits - 1)
         return ((values ^ half).astype(np.int8) - np.int8(half)).view(np.uint8)
     if kind == _FLOAT4:
-        return values.view(ml_dtypes.float4_e2m1fn).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        values = values.view(ml_dtypes.float4_e2m1fn).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return values
 
 

@@ -60,10 +60,10 @@ class Translation:
     rules: Sequence[Rule]
     ignored: Sequence[Ignored] = ()
     notes: Sequence[str] = ()
-    #: Keep tensors of every type, also those that are no weights by themselves (integers, 8-bit floats, …).
-    any_type: bool = False
     #: Pairs of source tensors that must hold the same bytes: (ignored copy, the one that is used).
     equal: Sequence[tuple[str, str]] = ()
+    #: Keep tensors of every type, also those that are no weights by themselves (integers, 8-bit floats, …).
+    any_type: bool = False
 
 
 @dataclass(frozen=True)

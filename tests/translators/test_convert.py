@@ -76,7 +76,7 @@ def test_architecture_by_name(tmp_path: Path) -> None:
 def test_every_translator_accepts_what_no_other_does() -> None:
     accepted = [name for entry in translators().values() for name in entry.accepts]
     assert len(accepted) == len(set(accepted))
-    assert all(re.fullmatch(r"(gguf|hf):\w+", name) for name in accepted)
+    assert all(re.fullmatch(r"(gguf|hf|torch|onnx|raw):\w+", name) for name in accepted)
 
 
 # ---------------------------------------------------------------------------------------------- hostile
