@@ -164,6 +164,8 @@ def _records(file: MappedFile) -> dict[str, _Record]:
             raise FormatError(f"{what} is compressed, which torch.save never does")
         if member.flag_bits & 1:
             raise FormatError(f"{what} is encrypted")
+        if member.header_offset < 0:
+            raise FormatError(f"{what} begins before the file")
         header = _LOCAL.unpack(file.read(member.header_offset, _LOCAL.size))
         if header[0] != b"PK\x03\x04":
             raise FormatError(f"{what} has no header at byte {member.header_offset}")
