@@ -99,6 +99,7 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
     candidates = [path for path in files if path.name.endswith(INDEX_SUFFIX)]
     candidates = candidates or [path for path in files if path.suffix == ".safetensors"]
     candidates = candidates or [path for path in files if path.suffix in (".gguf", ".oam")]
+    candidates = candidates or [path for path in files if path.suffix == ".onnx"]
     pickles = [path.name for path in files if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if len(candidates) == 1:
         chosen = candidates[0]
@@ -113,9 +114,10 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
         raise UsageError(
             f"{folder}: has only {some(pickles)}, which may be Python pickles: they can run code when loaded and are "
             "never read; take the SafeTensors files of the model (on the Hub, often in the branch refs/pr/…), or convert "
-            "them where you trust them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT)"
+            "them where you trust them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT). A ckpt.pt of "
+            "nanoGPT can be named itself: its tensors are read without its code"
         )
-    raise UsageError(f"{folder}: holds no weights (no .safetensors, .gguf or .oam file)")
+    raise UsageError(f"{folder}: holds no weights (no .safetensors, .gguf, .oam or .onnx file)")
 
 
 def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:

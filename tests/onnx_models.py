@@ -17,7 +17,10 @@ VOCAB, WIDTH, HEADS, CONTEXT, INNER, LAYERS = 20, 12, 3, 9, 28, 2
 def weights(seed: int = 0, bias: bool = True) -> dict[str, Array]:
     """Random weights under the names that an ``.oam`` uses."""
     random = np.random.default_rng(seed)
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH), "positions.weight": (CONTEXT, WIDTH)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (VOCAB, WIDTH),
+        "positions.weight": (CONTEXT, WIDTH),
+    }
 
     def add(name: str, *shape: int) -> None:
         shapes[f"{name}.weight"] = shape
@@ -79,7 +82,9 @@ class Builder:
                 inputs.append(self.store(bias[columns]))
             y = self.node("Gemm", *inputs, transB=transposed, alpha=self.o.get("alpha", 1.0))
             length = self.node("Shape", x)
-            size = self.node("Concat", self.node("Slice", length, self.ints(0), self.ints(2)), self.ints(-1), axis=0)
+            size = self.node(
+                "Concat", self.node("Slice", length, self.ints(0), self.ints(2)), self.ints(-1), axis=0
+            )
             return str(self.node("Reshape", y, size))
         if form == "transpose":
             stored = self.node("Transpose", self.node("Identity", self.store(weight, name)), perm=[1, 0])
@@ -95,7 +100,9 @@ class Builder:
             return str(self.node("LayerNormalization", x, *stored, epsilon=1e-5, axis=-1))
         centred = self.node("Sub", x, self.node("ReduceMean", x, axes=[-1]))
         squares = self.node("Pow", centred, self.constant(2.0))
-        variance = self.node("Add", self.node("ReduceMean", squares, axes=[-1]), self.constant(self.o.get("eps", 1e-5)))
+        variance = self.node(
+            "Add", self.node("ReduceMean", squares, axes=[-1]), self.constant(self.o.get("eps", 1e-5))
+        )
         y = self.node("Div", centred, self.node("Sqrt", variance))
         y = self.node("Mul", y, self.store(weight, name))
         return y if bias is None else str(self.node("Add", y, self.store(bias)))
@@ -108,7 +115,9 @@ class Builder:
         if form == "tanh":
             cube = self.node("Mul", self.node("Pow", x, self.constant(3.0)), self.constant(0.044715))
             y = self.node("Mul", self.node("Add", x, cube), self.constant(math.sqrt(2 / math.pi)))
-            return str(self.node("Mul", half, self.node("Mul", x, self.node("Add", self.node("Tanh", y), one))))
+            return str(
+                self.node("Mul", half, self.node("Mul", x, self.node("Add", self.node("Tanh", y), one)))
+            )
         if form == "op":
             return str(self.node("Gelu", x, approximate="tanh"))
         return str(self.node("Relu", x))
@@ -161,7 +170,9 @@ class Builder:
 
     def model(self) -> onnx.ModelProto:
         length = self.node("Gather", self.node("Shape", "ids"), self.constant(1, np.int64), axis=0)
-        places = self.node("Range", self.constant(self.o.get("first", 0), np.int64), length, self.constant(1, np.int64))
+        places = self.node(
+            "Range", self.constant(self.o.get("first", 0), np.int64), length, self.constant(1, np.int64)
+        )
         tokens = self.store(self.p["embed.weight"], "embed")
         x = self.node("Gather", tokens, "ids")
         x = self.node("Add", x, self.node("Gather", self.store(self.p["positions.weight"]), places))

@@ -18,9 +18,10 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 def numbers(value: Array) -> Array:
     """Values in float64, int64 or bool, whatever they are stored as."""
-    if value.dtype.kind in "iu":
-        return value.astype(np.int64)
-    return value if value.dtype.kind == "b" else value.astype(np.float64)
+    if value.dtype.kind == "b":
+        return value
+    with np.errstate(all="ignore"):  # signalling NaNs, and what no 64-bit integer holds
+        return value.astype(np.int64 if value.dtype.kind in "iu" else np.float64)
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -245,7 +245,8 @@ def plan(
         if checkpoint.naming == "gguf":
             assets = gguf_assets(checkpoint, rows, with_tokenizer)
         elif checkpoint.naming != "hf":
-            assets = Assets()  # these containers carry no tokenizer
+            said = "the container carries no tokenizer, so the model takes and gives token ids"
+            assets = Assets(notes=() if checkpoint.naming == "raw" else (said,))
         else:
             assets, read = hf_assets(checkpoint, rows, with_tokenizer)
             assert checkpoint.folder is not None

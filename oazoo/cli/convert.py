@@ -22,7 +22,13 @@ from oazoo.cli.common import (
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.option("-o", "--output", metavar="OUT.oam", type=click.Path(path_type=Path), help="File to write.")
-@click.option("--arch", default="auto", show_default=True, metavar="NAME", help="Translator to use.")
+@click.option(
+    "--arch",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="Translator to use. raw: keep every tensor under its own name, without a model.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["keep", "f32", "f16", "bf16"]),
@@ -47,8 +53,8 @@ def command(
 ) -> None:
     """Translate SRC into an .oam file, with its tokenizer, chat template and provenance inside.
 
-    SRC is a GGUF or SafeTensors file, a Hugging Face folder, a name of the zoo, or a URI that 'oazoo pull' takes. Needs no
-    Vulkan device.
+    SRC is a GGUF, SafeTensors or ONNX file, a checkpoint of nanoGPT, a Hugging Face folder, a name of the zoo, or a URI that
+    'oazoo pull' takes. Needs no Vulkan device.
     """
     from oazoo.formats.atomic import check_output
     from oazoo.zoo.convert import convert, plan_conversion

@@ -27,7 +27,7 @@ from oazoo.zoo.inspect import inspect
 @json_option
 @quiet_option
 def command(file: Path, tensors: bool, as_json: bool) -> None:
-    """Show what FILE holds: an .oam, SafeTensors or GGUF file, or a Hugging Face folder.
+    """Show what FILE holds: an .oam, SafeTensors, GGUF or ONNX file, a PyTorch checkpoint, or a Hugging Face folder.
 
     Reads the structure only, never the weights, and needs no device.
     """

@@ -111,7 +111,9 @@ def _converted(pulled: PulledModel, progress: Progress | None, notify: Callable[
     # A fetched file is known by its hash; a local one by place, size and time of change.
     facts = [f"{name} {digest}" for name, digest in sorted(pulled.sha256s.items())]
     if not facts:
-        stats = [(file, file.stat()) for file in pulled.files]
+        with open_source(pulled.path) as opened:  # a model may have its data in more files than the one named
+            files = dict.fromkeys((*pulled.files, *opened.files))
+        stats = [(file, file.stat()) for file in files]
         facts = [f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats]
     key = hashlib.sha256("\n".join([__version__, *facts]).encode()).hexdigest()[:32]
     store = Store()

@@ -13,11 +13,11 @@ from oazoo.translators.convert import convert
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The `.oam` of a golden, by name: those of ``tests/data/hf``, or ``F32`` … of ``tests/data/gguf``."""
+    """The `.oam` of a golden, by name: those of ``tests/data/hf`` and ``onnx``, or ``F32`` … of ``tests/data/gguf``."""
     folder = tmp_path_factory.mktemp("goldens")
 
     def make(name: str) -> Path:
-        path = folder / f"{name}.oam"
+        path = folder / f"{name.replace('/', '-')}.oam"
         if not path.exists():
             convert(source_path(name), path)
         return path

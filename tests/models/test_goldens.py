@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_goldens import GGUF, HF, reference
+from model_goldens import GGUF, HF, ONNX, reference
 from reference_models import load_oam
 from reference_models import logits as numpy_logits
 
@@ -23,7 +23,7 @@ TOLERANCE = {"llama_tied_bf16": 2e-2, "BF16": 2e-2, "Q4_K_M": 2e-2, "Q6_K": 2e-2
 Converted = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("name", [*HF, *GGUF])
+@pytest.mark.parametrize("name", [*HF, *GGUF, *ONNX])
 def test_logits_of_the_reference(name: str, converted: Converted) -> None:
     ids, wanted = reference(name)
     model = oazoo.load(converted(name))
@@ -32,12 +32,12 @@ def test_logits_of_the_reference(name: str, converted: Converted) -> None:
     assert np.abs(got - wanted).max() <= TOLERANCE.get(name, 1e-3)
 
 
-@pytest.mark.parametrize("name", [*HF, *GGUF])
+@pytest.mark.parametrize("name", [*HF, *GGUF, *ONNX])
 def test_logits_of_the_same_file_in_float64(name: str, converted: Converted) -> None:
     """Apart from rounding in the conversion, the device must agree with float64 on the very weights it has."""
     ids, _ = reference(name)
     params, config = load_oam(converted(name))
-    row = ids if ids.ndim == 1 else ids[1]
+    row = ids if ids.ndim == 1 else ids[-1]
     wanted = numpy_logits(params, config, row)
     got = oazoo.load(converted(name)).logits(row)
     assert np.abs(got - wanted).max() <= 5e-5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from oazoo.errors import DeviceError
 from oazoo.formats.quant import decode
 from oazoo.runtime import Tensor, get_device
-from oazoo.runtime.ops.activation import gelu_tanh, silu_mul
+from oazoo.runtime.ops.activation import gelu_erf, gelu_tanh, silu_mul
 from oazoo.runtime.ops.attention import attention, rope_and_cache, rotary_attention
 from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.norm import layer_norm, rms_norm
@@ -66,6 +68,18 @@ def test_activations_at_the_ends() -> None:
     wide = many.astype(np.float64)
     wanted = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
     close(gelu_tanh(device_array(many)).numpy(), wanted)
+
+
+def test_exact_gelu() -> None:
+    """Against the error function of the C library, at the ends and densely between them."""
+    ends = [-1e30, -1000, -90, -13.1, -0.0, 0, 1e-30, 90, 1000, 1e30]
+    x = np.concatenate([ends, np.linspace(-14, 14, 69991)]).astype(np.float32).reshape(11, -1)
+    wide = x.astype(np.float64)
+    wanted = 0.5 * wide * (1 + np.vectorize(math.erf)(wide / math.sqrt(2)))
+    got = gelu_erf(device_array(x)).numpy()
+    assert got.shape == x.shape and np.abs(got - wanted)[np.abs(x) < 100].max() <= 1e-6
+    assert np.allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    assert gelu_erf(device_array(np.zeros((0, 4), np.float32))).numpy().shape == (0, 4)
 
 
 @pytest.mark.parametrize("encoding", ["f32", "f16", "bf16", "q8", "q4"])

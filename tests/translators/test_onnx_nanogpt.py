@@ -21,6 +21,7 @@ from oazoo.errors import TranslationError
 from oazoo.formats.detect import open_source
 from oazoo.translators import convert, plan
 
+DATA = Path(__file__).resolve().parent.parent / "data"
 GOLDENS = ("nanogpt_script", "nanogpt_nobias_script", "nanogpt_dynamo")
 WORDS = {
     "transformer.": "",
@@ -40,8 +41,8 @@ WORDS = {
 
 @pytest.mark.parametrize("file", ["model.onnx", "ckpt.pt"])
 @pytest.mark.parametrize("name", GOLDENS)
-def test_goldens_through_the_command_line(name: str, file: str, data: Path, tmp_path: Path) -> None:
-    folder, out = data / "onnx" / name, tmp_path / "m.oam"
+def test_goldens_through_the_command_line(name: str, file: str, tmp_path: Path) -> None:
+    folder, out = DATA / "onnx" / name, tmp_path / "m.oam"
     result = CliRunner().invoke(main, ["convert", str(folder / file), "-o", str(out)])
     assert result.exit_code == 0, result.output
     params, config = load_oam(out)
@@ -118,7 +119,7 @@ def convert_model(tmp_path: Path) -> Callable[[onnx.ModelProto], Any]:
 
     def run(model: onnx.ModelProto) -> Any:
         (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
-        convert(tmp_path / "m.onnx", tmp_path / "m.oam")
+        convert(tmp_path / "m.onnx", tmp_path / "m.oam", overwrite=True)
         return load_oam(tmp_path / "m.oam")
 
     return run
@@ -141,7 +142,9 @@ def test_logits_of_the_last_position_only(convert_model: Callable[..., Any]) -> 
     assert head.op_type == "MatMul"
     index = numpy_helper.from_array(np.array([-1]), "last")
     model.graph.initializer.append(index)
-    model.graph.node.insert(len(model.graph.node) - 1, helper.make_node("Gather", [head.input[0], "last"], ["x"], axis=1))
+    model.graph.node.insert(
+        len(model.graph.node) - 1, helper.make_node("Gather", [head.input[0], "last"], ["x"], axis=1)
+    )
     head.input[0] = "x"
     found, _ = convert_model(model)
     assert np.array_equal(found["head.weight"], params["head.weight"])
@@ -214,8 +217,8 @@ def test_malformed_nodes_are_refused(tmp_path: Path) -> None:
                 assert str(tmp_path) in str(error)
 
 
-def test_everything_left_out_has_a_reason(data: Path) -> None:
-    with plan(data / "onnx" / "nanogpt_dynamo" / "model.onnx") as planned:
+def test_everything_left_out_has_a_reason() -> None:
+    with plan(DATA / "onnx" / "nanogpt_dynamo" / "model.onnx") as planned:
         reasons = dict(planned.checked.ignored)
         assert set(reasons) == {"val_18", "triu", "val_39", "val_31", "val_46", "val_49", "val_51"}
         assert all(reasons.values()) and any("exported for 16 tokens" in note for note in planned.notes)

@@ -7,8 +7,10 @@ import pytest
 
 from oazoo.errors import TranslationError
 from oazoo.translators.rules import (
+    Chain,
     Concat,
     Identity,
+    Reshape,
     RopePermute,
     Rule,
     Slice,
@@ -143,3 +145,23 @@ def test_what_the_targets_do_not_determine_is_refused(rules: list[Rule]) -> None
 def test_a_rule_reads_as_a_sentence() -> None:
     assert str(Rule("t", ("s",), Transpose2D())) == "t ← Transpose2D(s)"
     assert "2 heads" in str(Rule("t", ("s",), RopePermute(2)))
+
+
+def test_chains_and_reshapes() -> None:
+    a, b = np.arange(6).reshape(3, 2), np.arange(9).reshape(3, 3)
+    chain = Chain((Concat(1, (2, 3)), Transpose2D()))
+    assert chain.shape([(3, 2), (3, 3)]) == (5, 3) and not chain.on_rows
+    assert np.array_equal(chain.apply([a, b]), np.concatenate([a, b], axis=1).T)
+    assert chain.name == "Concat(axis 1: 2 + 3), Transpose2D"
+    reshape = Reshape((1, 3, 2), (3, 2))
+    assert reshape.shape([(1, 3, 2)]) == (3, 2) and np.array_equal(reshape.apply([a[None]]), a)
+    assert run(invert([Rule("t", ("s",), reshape)]), {"t": a})["s"].shape == (1, 3, 2)
+    for transform, shapes in (
+        (reshape, [(3, 2)]),
+        (Reshape((3, 2), (4, 2)), [(3, 2)]),
+        (chain, [(3, 2), (2, 3)]),
+    ):
+        with pytest.raises(TranslationError):
+            transform.shape(shapes)
+    with pytest.raises(TranslationError, match="backwards"):
+        invert([Rule("t", ("a", "b"), chain)])
