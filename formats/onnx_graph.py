@@ -22,6 +22,8 @@ MAX_TENSORS = 1 << 18
 MAX_ITEMS = 1 << 20
 _DEFAULT_DOMAIN = ("", "ai.onnx")
 
+#: Field of an AttributeProto → the AttributeType that it belongs to.
+_FIELD_TYPES = {2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6, 8: 7, 9: 8, 10: 9, 11: 10, 22: 11, 23: 12, 14: 13, 15: 14}
 #: Attributes of a Constant that give one tensor: data type, and the shape (None: that of a list).
 _SCALARS = {"value_float": 1, "value_int": 7, "value_floats": 1, "value_ints": 7}
 
@@ -170,6 +172,7 @@ class GraphParser:
         value: Any = None
         floats: list[float] = []
         ints: list[int] = []
+        held: set[int] = set()
         for part in pb.fields(data, item.start, item.stop):
             number = part.number
             if number == 1:
@@ -202,8 +205,14 @@ class GraphParser:
                 ints += integers(data, part, "the numbers of an attribute")
             elif number == 20:
                 kind = pb.expect(part, pb.VARINT, "the type of an attribute").value
+            if number in _FIELD_TYPES:
+                held.add(number)
             if len(floats) + len(ints) > MAX_ITEMS:
                 raise FormatError(f"the attribute {quoted(name)} has too many numbers")
+        if kind and any(_FIELD_TYPES[number] != kind for number in held):
+            raise FormatError(
+                f"the attribute {quoted(name)} at byte {item.start} holds something else than its type says"
+            )
         if kind == 6 or floats:
             value = tuple(floats)
         elif kind == 7 or ints:

@@ -73,7 +73,7 @@ def test_activations_at_the_ends() -> None:
 def test_exact_gelu() -> None:
     """Against the error function of the C library, at the ends and densely between them."""
     ends = [-1e30, -1000, -90, -13.1, -0.0, 0, 1e-30, 90, 1000, 1e30]
-    x = np.concatenate([ends, np.linspace(-14, 14, 69991)]).astype(np.float32).reshape(11, -1)
+    x = np.concatenate([ends, np.linspace(-14, 14, 69990)]).astype(np.float32).reshape(7, -1)
     wide = x.astype(np.float64)
     wanted = 0.5 * wide * (1 + np.vectorize(math.erf)(wide / math.sqrt(2)))
     got = gelu_erf(device_array(x)).numpy()
