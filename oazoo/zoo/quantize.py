@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from oazoo import __version__
 from oazoo.errors import FormatError, OazooError, UsageError
-from oazoo.formats.atomic import check_output
+from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.detect import open_source
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 TARGETS = ("q4", "q8")
 #: Dense types that are packed; anything else of rank 2 or more stays as it is and is listed.
 _PACKED_TYPES = ("f32", "f16", "bf16")
+_KEPT = "asked to keep"
 #: Elements that go through the device at a time: whole blocks, 16 MB of f32.
 CHUNK_ELEMENTS = 4 << 20
 
@@ -68,12 +69,12 @@ class QuantizeReport:
     @property
     def packed_bytes(self) -> int:
         """Bytes of dense values that went through the packing kernels."""
-        return sum(t.bytes_before for t in self.tensors if t.target == self.target)
+        return sum(t.bytes_before for t in self.tensors if not t.reason)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
         rows = [{**t.__dict__, "shape": list(t.shape)} for t in self.tensors]
-        return {**self.__dict__, "tensors": rows, "dropped": list(self.dropped)}
+        return {**self.__dict__, "packed_bytes": self.packed_bytes, "tensors": rows, "dropped": list(self.dropped)}
 
 
 @dataclass
@@ -137,6 +138,8 @@ def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[Tenso
                 f"--keep {pattern!r} matches no tensor of {source.path}; `oazoo inspect` lists them"
             )
     steps = [_plan_tensor(tensor, target, keep) for tensor in source.values()]
+    if any(step.reason == _KEPT for step in steps) and all(step.reason for step in steps):
+        raise UsageError(f"--keep leaves nothing in {source.path} that would be packed")
     already = [step for step in steps if step.source in TARGETS]
     if already and all(step.reason for step in steps):
         raise FormatError(
@@ -153,7 +156,7 @@ def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> Tens
     info = tensor.info
     reason = ""
     if any(fnmatchcase(info.name, pattern) for pattern in keep):
-        reason = "asked to keep"
+        reason = _KEPT
     elif info.encoding in TARGETS:
         reason = f"already {info.encoding}"
     elif len(info.shape) < 2:
@@ -200,14 +203,17 @@ def quantize(
         FormatError: the source is damaged, quantised already, not an `.oam`, or holds non-finite values.
         DeviceError: no usable device, or out of its memory.
     """
+    if isinstance(keep, str):
+        keep = [keep]
     with open_source(source) as opened:
         if not isinstance(opened, OamSource):
             raise FormatError(
                 f"{source} is a {opened.format} file; quantize packs .oam files: oazoo convert {source} -o MODEL.oam"
             )
         steps = plan(opened, to, keep)
-        if not any(step.target == to and not step.reason for step in steps):
+        if all(step.reason for step in steps):
             raise UsageError(f"nothing in {source} would be packed; `oazoo inspect` lists its tensors")
+        check_not_input(output, [opened.path])
         check_output(output, overwrite=overwrite)
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
         entries += [
