@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -65,6 +65,23 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"{named}: cannot be written: {folder}: {_REASONS[errno.EACCES]}")
     return target
+
+
+def check_not_input(path: Path | str, inputs: Iterable[Path]) -> None:
+    """Check in planning that ``path`` is none of the files that are read, under whatever name.
+
+    Raises:
+        UsageError: it is one; replacing it would lose the source.
+    """
+    for source in inputs:
+        try:
+            same = Path(path).samefile(source)
+        except OSError:
+            continue  # one of them does not exist; that is told where it matters
+        if same:
+            raise UsageError(
+                f"{path}: is the source itself, which would be lost; write the result under another name"
+            )
 
 
 def check_space(path: Path | str, size: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from oazoo.formats.atomic import check_not_input
 from oazoo.translators.convert import ConversionReport, Progress
 from oazoo.translators.convert import convert as translate
 from oazoo.translators.plan import Plan, plan
@@ -53,6 +54,7 @@ def convert(
         OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind.
     """
     pulled = fetch(source, progress, notify)
+    check_not_input(output, pulled.files)
     return translate(
         pulled.path,
         output,
@@ -85,4 +87,4 @@ def fetch(
     options: dict[str, Any] = {"notify": notify}
     if progress is not None:
         options["progress"] = progress
-    return pull(str(source), **options)
+    return pull(source, **options)

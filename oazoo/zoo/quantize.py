@@ -74,7 +74,12 @@ class QuantizeReport:
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
         rows = [{**t.__dict__, "shape": list(t.shape)} for t in self.tensors]
-        return {**self.__dict__, "packed_bytes": self.packed_bytes, "tensors": rows, "dropped": list(self.dropped)}
+        return {
+            **self.__dict__,
+            "packed_bytes": self.packed_bytes,
+            "tensors": rows,
+            "dropped": list(self.dropped),
+        }
 
 
 @dataclass

@@ -200,8 +200,11 @@ class Store:
     # ------------------------------------------------------------------------------------------------------ writing
 
     @contextmanager
-    def lock(self, key: str, notify: Callable[[str], None]) -> Iterator[None]:
-        """Hold the lock of ``key``: a second process waits here until the first is done or gone."""
+    def lock(self, key: str, notify: Callable[[str], None], doing: str | None = None) -> Iterator[None]:
+        """Hold the lock of ``key``: a second process waits here until the first is done or gone.
+
+        ``doing`` is what to say that the other one does; by default it pulls ``key``.
+        """
         folder = self.root / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +212,7 @@ class Store:
             try:
                 lock.acquire(timeout=0.5)
             except filelock.Timeout:
-                notify(f"another process is pulling {key}; waiting for it")
+                notify(f"another process is {doing or f'pulling {key}'}; waiting for it")
                 lock.acquire(poll_interval=0.1)
         except OSError as error:
             raise self._unwritable(error) from None

@@ -134,6 +134,35 @@ def test_refusals_leave_nothing_behind(dense: Path, tmp_path: Path) -> None:
         quantize(dense, tmp_path / "no-such-folder" / "x.oam", "q4")
 
 
+def test_the_source_is_never_the_output(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.oam").symlink_to(dense)
+    before = dense.read_bytes()
+    for output in (dense, tmp_path / "link.oam"):
+        with pytest.raises(UsageError, match="is the source itself"):
+            quantize(dense, output, "q8", overwrite=True)
+    assert dense.read_bytes() == before
+
+
+def test_one_pattern_may_stand_alone_and_keeping_everything_is_told(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.oam"
+    report = quantize(dense, out, "q8", keep="*.attn.*", dry_run=True)
+    assert {t.name for t in report.tensors if t.target == "q8"} == {"embed.weight"}
+    with pytest.raises(UsageError, match=r"--keep leaves nothing in .* that would be packed"):
+        quantize(dense, out, "q8", keep=["*"])
+
+
+def test_what_somebody_elses_file_says_of_itself_is_shown_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "odd.oam"
+    payload = json.dumps(
+        {"oazoo": 1, "source": "here\x1b[31m", "generation": [1, 2], "model": None, "family": {}}
+    ).encode()
+    with OamWriter(path, config=OamConfig("test", payload=payload), entries=[]):
+        pass
+    shown = CliRunner().invoke(main, ["inspect", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert "source: " in shown.output and "generation: [1, 2]" in shown.output and "\x1b" not in shown.output
+
+
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     path, out = tmp_path / "bad.oam", tmp_path / "out.oam"
     values = np.ones((4, 40), np.float32)
