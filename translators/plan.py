@@ -174,13 +174,15 @@ class Plan:
 
     def table(self) -> Table:
         """The plan as a table for people; ignored tensors come last, with their reason."""
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=f"{self.translator.title} → {self.config.family}", title_justify="left")
+        title = f"{self.translator.title} → {self.config.family}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("target", "shape", "encoding", "source", "stored as", "transform"):
             table.add_column(heading, overflow="fold")
-        table.add_column("bytes", justify="right")
+        table.add_column("bytes", justify="right", no_wrap=True)
         for tensor in self.tensors:
             # Names come from the file: Text keeps them from being read as markup.
             cells = (

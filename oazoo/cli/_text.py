@@ -98,6 +98,15 @@ def decode_utf8(data: bytes, what: str) -> str:
         ) from None
 
 
+def check_text(text: str, what: str) -> str:
+    """``text`` from the command line; :class:`UsageError` when its bytes were not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not UTF-8 text: character {error.start} cannot be read") from None
+    return text
+
+
 def print_stream(stream: TextStream) -> bool:
     """Print the pieces as they come, and a line end; False when Ctrl-C ended it.
 

@@ -180,10 +180,14 @@ class TextModel:
         tokenizer = self.tokenizer
         plain = PlainText(tokenizer.special_tokens if not allow_special else ())
         hidden = [{**message, "content": plain.hide(message["content"])} for message in checked]
-        text = template.render(hidden, add_generation_prompt=add_generation_prompt)
         authors = ("assistant",) if allow_special else ROLES
         said = (tokenizer.control_tokens_in(m["content"]) for m in checked if m["role"] in authors)
-        tokenizer.check_special(text, ignore=set().union(*said))
+        ignored: set[str] = set().union(*said)
+        for message in checked if allow_special else ():
+            # Before the template has put its own text around it, so that the place told is one in the message.
+            tokenizer.check_special(message["content"], ignore=ignored)
+        text = template.render(hidden, add_generation_prompt=add_generation_prompt)
+        tokenizer.check_special(text, ignore=ignored)
         return plain.encode(text, tokenizer)
 
     def encode_text(self, text: str, *, allow_special: bool = True) -> list[int]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oazoo.formats.detect import open_source
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import WeightSource
+from oazoo.zoo.files import open_file
 
 #: Lists and texts in the metadata are shown up to this many items or characters; a tokenizer's vocabulary is not a summary.
 _MAX_ITEMS = 16
@@ -26,7 +26,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     Raises:
         FormatError: the file is damaged or of no supported container.
     """
-    with open_source(path) as source:
+    with open_file(path) as source:
         return describe(source)
 
 

@@ -16,11 +16,11 @@ import numpy.typing as npt
 from oazoo import __version__
 from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats.atomic import check_not_input, check_output
-from oazoo.formats.detect import open_source
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
+from oazoo.zoo.files import open_file
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device
@@ -210,7 +210,7 @@ def quantize(
     """
     if isinstance(keep, str):
         keep = [keep]
-    with open_source(source) as opened:
+    with open_file(source) as opened:
         if not isinstance(opened, OamSource):
             raise FormatError(
                 f"{source} is a {opened.format} file; quantize packs .oam files: oazoo convert {source} -o MODEL.oam"

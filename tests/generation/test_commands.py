@@ -124,7 +124,7 @@ def test_a_template_of_ones_own(recite: Recite, tokenizer: Tokenizer, capsys: Ca
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 1 + len(tokenizer.encode("Hello"))
 
 
-def oazoo(*arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def oazoo(*arguments: str | bytes, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-c", "import oazoo.cli; oazoo.cli.main()", *arguments]
     return subprocess.run(command, input=data, capture_output=True, check=False)
 
@@ -134,6 +134,10 @@ def oazoo(*arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[byt
     [
         ([], "give a prompt"),
         (["-p", "a", "-f", "-"], "give a prompt"),
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "", "--raw"], "the prompt is empty"),
+        (["-p", b"a\xff"], "the prompt is not UTF-8 text: character 1"),
+        (["-p", "a", "--system", b"\xff"], "the system message is not UTF-8 text"),
         (["-p", "a", "--temperature", "-1"], "temperature must be"),
         (["-p", "a", "--temperature", "nan"], "temperature must be"),
         (["-p", "a", "--top-p", "1.5"], "top_p must be"),
@@ -143,7 +147,7 @@ def oazoo(*arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[byt
         (["-p", "a", "--raw", "--template", __file__], "exclude each other"),
     ],
 )
-def test_misuse_is_told_before_anything_is_loaded(arguments: list[str], message: str) -> None:
+def test_misuse_is_told_before_anything_is_loaded(arguments: list[str | bytes], message: str) -> None:
     done = oazoo("generate", "no-such-model", *arguments, data=b"a\xff")
     assert done.returncode == 2 and done.stdout == b""
     assert done.stderr.startswith(b"error: ") and message in done.stderr.decode()

@@ -151,6 +151,21 @@ def test_one_pattern_may_stand_alone_and_keeping_everything_is_told(dense: Path,
         quantize(dense, out, "q8", keep=["*"])
 
 
+@pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["quantize", "-o", "x.oam", "--to", "q4"]])
+def test_a_name_of_the_zoo_is_no_file_but_there_is_a_way(arguments: list[str]) -> None:
+    ended = CliRunner().invoke(main, [*arguments, "smollm2-135m-instruct"])
+    assert ended.exit_code == 2
+    assert "oazoo convert smollm2-135m-instruct -o smollm2-135m-instruct.oam" in ended.stderr
+
+
+def test_verify_tells_scripts_what_is_wrong(dense: Path) -> None:
+    dense.write_bytes(dense.read_bytes()[:-1])
+    ended = CliRunner().invoke(main, ["verify", str(dense), "--json"])
+    assert ended.exit_code == 1
+    told = json.loads(ended.stdout)
+    assert told["ok"] is False and told["error"] in ended.stderr and told["path"] == str(dense)
+
+
 def test_what_somebody_elses_file_says_of_itself_is_shown_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "odd.oam"
     payload = json.dumps(
