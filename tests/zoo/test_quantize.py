@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import model_goldens
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -156,6 +158,16 @@ def test_a_name_of_the_zoo_is_no_file_but_there_is_a_way(arguments: list[str]) -
     ended = CliRunner().invoke(main, [*arguments, "smollm2-135m-instruct"])
     assert ended.exit_code == 2
     assert "oazoo convert smollm2-135m-instruct -o smollm2-135m-instruct.oam" in ended.stderr
+
+
+def test_the_configuration_beside_safetensors_is_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_goldens.source_path("qwen2"), folder)
+    for path in (folder, folder / "model.safetensors.index.json"):
+        assert "  model_type: qwen2" in CliRunner().invoke(main, ["inspect", str(path)]).stdout
+    (folder / "config.json").write_text("{")
+    ended = CliRunner().invoke(main, ["inspect", str(folder)])
+    assert ended.exit_code == 0 and "config.json" in ended.stdout
 
 
 def test_verify_tells_scripts_what_is_wrong(dense: Path) -> None:
