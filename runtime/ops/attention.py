@@ -173,6 +173,8 @@ def _run(
         groups,
         {"q": q, "table": table, "start": start, **({} if written else cache)},
         {"y": y, **(cache if written else {})},
+        # How much of the cache is filled is only known on the device: count all that may be seen.
+        work=2 * q.shape[0] * heads * head_dim * min(capacity, window or capacity),
         tokens=q.shape[0],
         heads=heads,
         kv_heads=kv_heads,

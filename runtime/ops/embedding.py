@@ -35,11 +35,13 @@ def embedding(
     for part in parts:
         fits = len(part.shape) == 2 and part.shape[1] == parts[0].shape[-1] and part.dtype == encoding
         require(fits, op, f"the table's parts must be {encoding}[any, {parts[0].shape[-1]}], not {part!r}")
+        require(part.address % 4 == 0, op, "the table must start at a multiple of 4 bytes")
         require(part.numel <= MAX_ELEMENTS, op, "the table has more elements than one run can address")
     width = parts[0].shape[1]
     if positions is not None:
         same = positions.dtype == encoding and len(positions.shape) == 2 and positions.shape[1] == width
         require(same, op, f"positions must be {encoding}[any, {width}], not {positions!r}")
+        require(positions.address % 4 == 0, op, "positions must start at a multiple of 4 bytes")
     tokens = ids.shape[0]
     y = Tensor.empty(ids.device, (tokens, width))
     kernel = ids.device.kernel(f"embedding_{encoding}")

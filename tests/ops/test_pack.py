@@ -117,6 +117,19 @@ def test_what_lies_past_the_end_has_no_influence() -> None:
     assert packed.bytes().tobytes() == encode(np.full(40, 0.5, np.float32), "q8")
 
 
+def test_views_are_packed_where_their_last_block_is_in_memory() -> None:
+    x = np.random.default_rng(5).normal(size=(7, 3)).astype(np.float32)
+    whole = Tensor.from_numpy(get_device(), x)
+    part = pack(whole.rows(2, 7), "q8").bytes()
+    assert np.array_equal(part, pack(Tensor.from_numpy(get_device(), x[2:]), "q8").bytes())
+    full = Tensor.from_numpy(get_device(), np.ones((64, 1), np.float32))  # fills its memory
+    with pytest.raises(DeviceError, match="pack a copy"):
+        pack(full.rows(1, 64), "q8")
+    halves = Tensor.from_numpy(get_device(), np.ones((64, 1), np.float16))
+    with pytest.raises(DeviceError, match="pack a copy"):
+        pack(halves.rows(1, 3), "q8")
+
+
 def test_refusals() -> None:
     device = get_device()
     with pytest.raises(DeviceError, match="without elements"):

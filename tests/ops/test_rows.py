@@ -225,5 +225,7 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(DeviceError, match="is more than"):
         cache = Tensor.empty(device, (1, 4, 2048))
         attention(Tensor.empty(device, (1, 2048)), cache, cache, Tensor.empty(device, (1,), "i32"), 1)
+    with pytest.raises(DeviceError, match="multiple of 4 bytes"):
+        embedding(Tensor.empty(device, (1,), "i32"), Tensor.empty(device, (4, 3), "f16").rows(1, 4))
     with pytest.raises(DeviceError, match="do not split"):
         silu_mul(Tensor.empty(device, (1, 3)))
