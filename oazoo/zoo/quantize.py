@@ -177,7 +177,7 @@ def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> Tens
 
 def quantize(
     source: str | Path,
-    output: str | Path,
+    output: str | Path | None,
     to: str,
     *,
     keep: Sequence[str] = (),
@@ -194,7 +194,7 @@ def quantize(
 
     Args:
         source: an `.oam` file with dense weights.
-        output: the file to write.
+        output: the file to write; may be None for a dry run.
         to: ``q4`` (5 bits a weight with its scale) or ``q8`` (9 bits).
         keep: shell-style patterns of tensor names to leave dense.
         allow_nonfinite: pack NaN and infinities as 0 instead of refusing them.
@@ -218,8 +218,11 @@ def quantize(
         steps = plan(opened, to, keep)
         if all(step.reason for step in steps):
             raise UsageError(f"nothing in {source} would be packed; `oazoo inspect` lists its tensors")
-        check_not_input(output, [opened.path])
-        check_output(output, overwrite=overwrite)
+        if output is not None:
+            check_not_input(output, [opened.path])
+            check_output(output, overwrite=overwrite)
+        elif not dry_run:
+            raise UsageError("say where to write: only a dry run needs no output")
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
         entries += [
             OamEntry(name, t.info.shape, t.info.encoding, "state")
@@ -227,7 +230,7 @@ def quantize(
             if name != CARRIED_ASSET
         ]
         writer = OamWriter(
-            output,
+            output or "plan.oam",
             config=replace(opened.config, payload=_payload(opened, to, keep)),
             entries=entries,
             progress=opened.progress,
@@ -236,7 +239,7 @@ def quantize(
         dropped = ("the optimizer's state",) if opened.optimizer is not None else ()
         report = QuantizeReport(
             source=str(source),
-            output=str(output),
+            output="" if output is None else str(output),
             target=to,
             tensors=tuple(steps),
             source_bytes=opened.path.stat().st_size,

@@ -2,7 +2,7 @@
 
 ``OAZOO_HOME`` (default: the platform's cache folder) holds::
 
-    models/KEY/manifest.json     source, revision, licence, and path, size and sha256 of each file
+    models/KEY/manifest.json     source, revision, license, and path, size and sha256 of each file
     models/KEY/files/…           the model's files, at the paths that the manifest lists
     staging/KEY/SOURCE/…         what an unfinished pull has so far; it goes on from there
     locks/KEY.lock               held by the one process that pulls KEY
