@@ -12,6 +12,8 @@ LANES_HEAD_DIMS = (32, 64, 128)
 MAX_HEAD_DIM = 256
 #: split: cache rows that are worth a workgroup, the most parts of a query's cache, and workgroups that fill any GPU.
 _PART_ROWS, _MAX_PARTS, _ENOUGH_GROUPS = 128, 32, 1024
+#: group: multiply-adds of one run over many rows and a long cache, which must not look hung to a driver's watchdog.
+_RUN_WORK = 1 << 35
 
 
 def rope_and_cache(
@@ -107,7 +109,13 @@ def attention(
         groups = (kv_heads, -(-tokens * (heads // kv_heads) // 8), 1)
         _run(f"attention_lanes_{head_dim}", groups, q, None, start, keys, values, y, heads, window)
     elif variant == "group":
-        _run("attention_group", (heads, tokens, 1), q, None, start, keys, values, y, heads, window)
+        row_work = 2 * heads * head_dim * min(capacity, window or capacity)
+        rows = max(1, _RUN_WORK // row_work)
+        for first in range(0, tokens, rows):
+            stop = min(first + rows, tokens)
+            some, out = q.rows(first, stop), y.rows(first, stop)
+            groups = (heads, stop - first, 1)
+            _run("attention_group", groups, some, None, start, keys, values, out, heads, window, first)
     else:
         found = Tensor.empty(q.device, (tokens * heads, parts, head_dim + 2))
         _run("attention_part", (heads, tokens, parts), q, None, start, keys, values, found, heads, window)
@@ -184,6 +192,7 @@ def _run(
     y: Tensor,
     heads: int,
     window: int | None,
+    first: int = 0,
 ) -> None:
     kv_heads, capacity, head_dim = keys.shape
     cache = {"keys": keys, "values": values}
@@ -204,4 +213,5 @@ def _run(
         scale=1 / sqrt(head_dim),
         rotate=int(table is not None),
         parts=groups[2],
+        first=first,
     )

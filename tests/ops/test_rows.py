@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -216,6 +218,24 @@ def test_a_long_cache_that_is_hardly_filled_is_shared_out_too() -> None:
         got = attention(device_array(q), *held, start, 4, variant="split").numpy()
         wide = [a.astype(np.float64) for a in (q.reshape(1, 4, 16), keys, values)]
         close(got.reshape(1, 4, 16), attend(wide[0], wide[1], wide[2], position, None), 5e-6)
+
+
+def test_many_rows_over_a_long_cache_are_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(8)
+    q = rng.normal(size=(11, 4, 10)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 2, 40, 10)).astype(np.float32)
+    start = device_array(np.array([17], np.int32))
+    held = [device_array(a) for a in (q.reshape(11, -1), keys, values)]
+    whole = attention(*held, start, 4, window=9, variant="group").numpy()
+    module = import_module("oazoo.runtime.ops.attention")  # the package has the op under that name
+    monkeypatch.setattr(module, "_RUN_WORK", 3 * 2 * 4 * 10 * 9)  # three rows a run
+    with get_device().capture() as program:
+        got = attention(*held, start, 4, window=9, variant="group")
+    assert program.commands == 4
+    assert program.recording.barriers == 1  # they do not wait for each other
+    program.run()
+    assert np.array_equal(got.numpy(), whole)
+    close(whole.reshape(q.shape), attend(*(a.astype(np.float64) for a in (q, keys, values)), 17, 9), 5e-6)
 
 
 def test_large_scores_do_not_overflow() -> None:
