@@ -31,6 +31,7 @@ def embedding(
     require_dense(ids, op, "ids", "i32", -1)
     require((positions is None) == (start is None), op, "positions and start go together")
     parts = [table] if isinstance(table, Tensor) else list(table)
+    require(len(parts) > 0, op, "the table has no tensors: it is not loaded, or was given back")
     encoding = parts[0].dtype
     for part in parts:
         fits = len(part.shape) == 2 and part.shape[1] == parts[0].shape[-1] and part.dtype == encoding

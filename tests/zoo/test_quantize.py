@@ -108,6 +108,9 @@ def test_keep_dry_run_and_the_predicted_size(dense: Path, tmp_path: Path) -> Non
     out = tmp_path / "out.oam"
     planned = quantize(dense, out, "q4", keep=["embed*"], dry_run=True)
     assert not out.exists()
+    assert quantize(dense, None, "q4", keep=["embed*"], dry_run=True).output_bytes == planned.output_bytes
+    with pytest.raises(UsageError, match="say where to write"):
+        quantize(dense, None, "q4")
     done = quantize(dense, out, "q4", keep=["embed*"])
     assert planned.output_bytes == done.output_bytes == out.stat().st_size
     assert planned.tensors == done.tensors
