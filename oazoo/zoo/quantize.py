@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from oazoo import __version__
@@ -24,6 +24,7 @@ from oazoo.zoo.files import open_file
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device
+    from oazoo.runtime.ops.pack import Packer
 
 TARGETS = ("q4", "q8")
 #: Dense types that are packed; anything else of rank 2 or more stays as it is and is listed.
@@ -84,44 +85,32 @@ class QuantizeReport:
 
 @dataclass
 class _Work:
-    source: OamSource
-    target: str
-    device: Device
+    packer: Packer
+    chunk: int
     allow_nonfinite: bool
     progress: Progress | None
     total: int
-    done: int = field(default=0)
+    done: int = 0
 
     def stream(self, tensor: SourceTensor) -> Iterator[npt.NDArray[Any]]:
         """The packed bytes of a tensor: its codes piece by piece, then its scales."""
-        from oazoo.runtime import Tensor
-        from oazoo.runtime.ops.pack import pack
-
         scales = []
-        chunk_elements = min(CHUNK_ELEMENTS, self.device.allocator.max_buffer_bytes // 8 // 32 * 32)
         start = 0
-        for chunk in tensor.chunks(max(32, chunk_elements)):
-            if not self.allow_nonfinite:
-                _refuse_nonfinite(tensor.info.name, chunk, start)
+        for chunk in tensor.chunks(self.chunk):
+            codes, scale, odd = self.packer(chunk)
+            if odd.count and not self.allow_nonfinite:
+                raise FormatError(
+                    f"tensor {tensor.info.name!r} holds values that are not finite: {odd.count} from element "
+                    f"{start + odd.first} on ({chunk[odd.first]}); they would be packed as 0. Mend the source, or allow it "
+                    "(--allow-nonfinite)"
+                )
             start += chunk.size
-            codes, scale = pack(Tensor.from_numpy(self.device, chunk), self.target).planes()
-            yield codes.numpy()
-            scales.append(scale.numpy())
+            yield codes
+            scales.append(scale)
             self.done += chunk.nbytes
             if self.progress is not None:
                 self.progress("packing", self.done, self.total)
         yield from scales
-
-
-def _refuse_nonfinite(name: str, chunk: npt.NDArray[Any], start: int) -> None:
-    finite = np.isfinite(chunk)
-    if not finite.all():
-        first = int(np.argmin(finite))
-        raise FormatError(
-            f"tensor {name!r} holds values that are not finite: {int(chunk.size - finite.sum())} from element "
-            f"{start + first} on ({chunk[first]}); they would be packed as 0. Mend the source, or allow it "
-            "(--allow-nonfinite)"
-        )
 
 
 def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[TensorQuantization]:
@@ -258,11 +247,16 @@ def _run(
     device: Device | None,
 ) -> QuantizeReport:
     from oazoo.runtime import get_device
+    from oazoo.runtime.ops.pack import Packer
 
     start = time.perf_counter()
-    work = _Work(
-        source, report.target, device or get_device(), allow_nonfinite, progress, report.packed_bytes
-    )
+    device = device or get_device()
+    largest = max(prod(step.shape) for step in report.tensors if not step.reason)
+    # Whole blocks; no more than a buffer holds as f32, and no more than there is to pack.
+    chunk = min(CHUNK_ELEMENTS, device.allocator.max_buffer_bytes // 4, -(-largest // 32) * 32)
+    chunk = max(32, chunk // 32 * 32)
+    packer = Packer(device, report.target, chunk)
+    work = _Work(packer, chunk, allow_nonfinite, progress, report.packed_bytes)
     with writer:
         for step in report.tensors:
             tensor = source[step.name]
@@ -275,7 +269,7 @@ def _run(
         for name, state in source.state.items():
             if name != CARRIED_ASSET:
                 writer.write(name, state.raw())
-    return replace(report, device=work.device.info.name, seconds=time.perf_counter() - start)
+    return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
 
 
 def _payload(source: OamSource, target: str, keep: Sequence[str]) -> bytes:
