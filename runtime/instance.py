@@ -131,10 +131,7 @@ class Instance:
         handle = ffi.new("VkInstance *")
         result = vk.lib.vkCreateInstance(info, ffi.NULL, handle)
         if result == vk.VK_ERROR_INCOMPATIBLE_DRIVER:
-            raise DeviceError(
-                "no Vulkan driver is installed that works here (Debian and Ubuntu: apt install mesa-vulkan-drivers); "
-                "`oazoo doctor` says more"
-            )
+            raise DeviceError(f"no Vulkan driver works here; {_remedy()}. `oazoo doctor` says more")
         check(result, "vkCreateInstance")
         self.handle = handle[0]
         self._messenger = self._open_messenger() if self.validating else None
@@ -357,6 +354,16 @@ def list_devices() -> list[DeviceInfo]:
     return [info for _, info in get_instance().physical_devices()]
 
 
+def _remedy() -> str:
+    """What to do where no driver answers: first lift a limit that somebody has set."""
+    for name in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES"):
+        if os.environ.get(name):
+            return f"{name} limits the search to {os.environ[name]}: unset it to use the drivers that are installed"
+    return (
+        "without a GPU, install Mesa's software driver (Debian and Ubuntu: apt install mesa-vulkan-drivers)"
+    )
+
+
 def choose(devices: list[DeviceInfo], selector: str | None) -> DeviceInfo:
     """Pick a device.
 
@@ -370,10 +377,7 @@ def choose(devices: list[DeviceInfo], selector: str | None) -> DeviceInfo:
         DeviceError: there is no usable device.
     """
     if not devices:
-        raise DeviceError(
-            "no Vulkan device answers; without a GPU, install Mesa's software driver (Debian and Ubuntu: "
-            "apt install mesa-vulkan-drivers). `oazoo doctor` says more"
-        )
+        raise DeviceError(f"no Vulkan device answers; {_remedy()}. `oazoo doctor` says more")
     listing = ", ".join(f"{d.index}: {d.name} ({d.kind})" for d in devices)
     if selector is None or selector == "":
         usable = [d for d in devices if d.problem is None]
