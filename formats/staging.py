@@ -56,7 +56,9 @@ def check_folder(path: Path | str, ours: Callable[[str], bool], *, overwrite: bo
             raise output_error(named, error) from error
         foreign = [name for name in names if not ours(name)]
         if names and not overwrite:
-            raise UsageError(f"{named}: exists already and is not empty; use --force (overwrite=True) to replace it")
+            raise UsageError(
+                f"{named}: exists already and is not empty; use --force (overwrite=True) to replace it"
+            )
         if foreign:
             raise UsageError(
                 f"{named}: holds files that are not part of an export, so it is not replaced: {some(foreign)}"

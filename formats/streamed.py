@@ -32,7 +32,9 @@ class StreamedTensor:
             total += data.size
             yield data
         if total != self.info.nbytes:
-            raise FormatError(f"tensor {self.info.name!r}: {total} bytes came, {self.info.nbytes} were announced")
+            raise FormatError(
+                f"tensor {self.info.name!r}: {total} bytes came, {self.info.nbytes} were announced"
+            )
 
 
 def as_bytes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -166,7 +166,9 @@ def open_model(path: Path | str) -> OamSource:
     source = open_source(path)
     if not isinstance(source, OamSource):
         source.close()
-        raise UsageError(f"{path}: is {source.format}, not .oam; convert it first: oazoo convert {path} -o MODEL.oam")
+        raise UsageError(
+            f"{path}: is {source.format}, not .oam; convert it first: oazoo convert {path} -o MODEL.oam"
+        )
     return source
 
 
@@ -203,7 +205,11 @@ class _Export:
         """All key/values of a GGUF file."""
         plan, record = self.plan, self.plan.provenance
         settings: dict[str, Any] = {"general.architecture": plan.out.architecture, "general.type": "model"}
-        for key, name in (("general.name", "name"), ("general.license", "license"), ("general.source.url", "uri")):
+        for key, name in (
+            ("general.name", "name"),
+            ("general.license", "license"),
+            ("general.source.url", "uri"),
+        ):
             if isinstance(record.get(name), str):
                 settings[key] = record[name]
         settings["general.file_type"] = _FILE_TYPES[plan.main_encoding]
@@ -257,7 +263,7 @@ class _Export:
         tensor, measured, total = self.plan.tensors[number], Measured(), 0
         for piece in stream_out(tensor, self.plan.source, measured):
             data = as_bytes(piece)
-            total = zlib.crc32(data, total)
+            total = zlib.crc32(data.data, total)
             self._tell("export", data.size)
             yield data
         self._sums[tensor.target] = total
@@ -265,7 +271,7 @@ class _Export:
 
     def _extra(self, name: str) -> Iterator[npt.NDArray[np.uint8]]:
         data = as_bytes(self.plan.out.extra[name])
-        self._sums[name] = zlib.crc32(data)
+        self._sums[name] = zlib.crc32(data.data)
         yield data
 
     def verify_source(self) -> None:
@@ -289,7 +295,7 @@ class _Export:
             for name, tensor in written.items():
                 raw, total = tensor.raw(), 0
                 for start in range(0, raw.size, _STEP):
-                    total = zlib.crc32(np.ascontiguousarray(raw[start : start + _STEP]), total)
+                    total = zlib.crc32(raw[start : start + _STEP].data, total)
                     self._tell("read again", min(_STEP, raw.size - start))
                 if total != self._sums[name]:
                     raise OutputError(f"{path}: {name} was not written as it was meant: is the disk sound?")

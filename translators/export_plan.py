@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -194,7 +193,8 @@ def _assets(source: OamSource, with_tokenizer: bool) -> tuple[Assets, list[str]]
     stored = Settings(source.metadata.get("generation") or {}, f"{where}: generation")
     generation: dict[str, Any] = {"eos_ids": list(stored.ids("eos_ids"))}
     for name in ("bos_id", "pad_id"):
-        generation |= {name: number for number in stored.ids(name)[:1]}
+        if name in stored:
+            generation[name] = stored.integer(name)
     if "do_sample" in stored:
         generation["do_sample"] = stored.boolean("do_sample")
     if "top_k" in stored:
@@ -292,9 +292,7 @@ def stream_out(plan: TensorPlan, source: OamSource, measured: Measured) -> Itera
 
 def provenance_texts(plan: ExportPlan) -> dict[str, str]:
     """What the ``.oam`` says about where its weights come from, as texts for the new container's metadata."""
-    found = {
-        f"oazoo.{key}": plan.source.metadata.get(key) for key in ("source", "quantization", "tool")
-    }
+    found = {f"oazoo.{key}": plan.source.metadata.get(key) for key in ("source", "quantization", "tool")}
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         for key, value in found.items()

@@ -66,7 +66,9 @@ def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> dic
     kinds = [UNUSED] * rows
     for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
         if number >= rows:
-            raise TokenizerError(f"{where}: the token {token[:64]!r} has id {number}, the embedding {rows} rows")
+            raise TokenizerError(
+                f"{where}: the token {token[:64]!r} has id {number}, the embedding {rows} rows"
+            )
         tokens[number], kinds[number] = token, NORMAL
     for entry in document.get("added_tokens") or ():
         if any(entry.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
@@ -76,7 +78,9 @@ def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> dic
             )
         kinds[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED
     if len(set(tokens)) != len(tokens):
-        raise TokenizerError(f"{where}: the vocabulary has tokens that are named like padding, [PAD…]. {_ALONE}")
+        raise TokenizerError(
+            f"{where}: the vocabulary has tokens that are named like padding, [PAD…]. {_ALONE}"
+        )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()]
     return {
         f"{_AT}model": "gpt2",

@@ -39,8 +39,17 @@ def hf_files(
     """
     ids = _ids(assets.generation)
     dtype = TORCH_DTYPES[encoding]
-    document = {**settings, "bos_token_id": None, "eos_token_id": None, **ids, "torch_dtype": dtype, "dtype": dtype}
-    sampling = {theirs: assets.generation[ours] for ours, theirs in _SAMPLING.items() if ours in assets.generation}
+    document = {
+        **settings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **ids,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+    sampling = {
+        theirs: assets.generation[ours] for ours, theirs in _SAMPLING.items() if ours in assets.generation
+    }
     files = {"config.json": _json(document), "generation_config.json": _json({**ids, **sampling})}
     if assets.tokenizer is not None:
         texts = {name: text for name, text in assets.tokens.items() if isinstance(text, str)}

@@ -50,7 +50,8 @@ def _close_json(first: RopeScaling | None, second: RopeScaling | None) -> bool:
         return first is second
     a, b = first.to_json(), second.to_json()
     return a.keys() == b.keys() and all(
-        math.isclose(a[key], b[key], rel_tol=1e-6) if isinstance(a[key], float) else a[key] == b[key] for key in a
+        math.isclose(a[key], b[key], rel_tol=1e-6) if isinstance(a[key], float) else a[key] == b[key]
+        for key in a
     )
 
 
@@ -125,7 +126,9 @@ def gguf_rope_settings(
     if scaling is None:
         return settings, {}
     if scaling.kind == "dynamic":
-        raise TranslationError("dynamic rotary scaling depends on the length of the text; GGUF has no key for it")
+        raise TranslationError(
+            "dynamic rotary scaling depends on the length of the text; GGUF has no key for it"
+        )
     settings |= {at + "scaling.type": scaling.kind, at + "scaling.factor": scaling.factor}
     if scaling.kind == "yarn":
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
