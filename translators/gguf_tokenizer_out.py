@@ -69,7 +69,9 @@ def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> dic
             raise TokenizerError(
                 f"{where}: the token {token[:64]!r} has id {number}, the embedding {rows} rows"
             )
-        tokens[number], kinds[number] = token, NORMAL
+        # A token that is named like padding at its place is padding, which came with a GGUF file.
+        kinds[number] = UNUSED if token == tokens[number] else NORMAL
+        tokens[number] = token
     for entry in document.get("added_tokens") or ():
         if any(entry.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
             raise TokenizerError(
