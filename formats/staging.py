@@ -13,14 +13,17 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from oazoo.errors import OutputError, UsageError
+from oazoo.errors import OazooError, OutputError, UsageError
 from oazoo.formats.atomic import check_output, output_error
 from oazoo.formats.messages import some
 
 
 @contextmanager
-def staging(target: Path | str) -> Iterator[Path]:
-    """A new, empty folder beside ``target``, on the same file system; removed at the end with what is left in it."""
+def staging(target: Path | str, shown: Path | str) -> Iterator[Path]:
+    """A new, empty folder beside ``target``, on the same file system; removed at the end with what is left in it.
+
+    Errors of the block name ``shown``, the folder in which the user will find the files, in its place.
+    """
     named = Path(target)
     folder = Path(os.path.realpath(named)).parent / f".oazoo-{secrets.token_hex(8)}.partial"
     try:
@@ -29,6 +32,10 @@ def staging(target: Path | str) -> Iterator[Path]:
         raise output_error(named, error) from error
     try:
         yield folder
+    except OazooError as error:
+        raise type(error)(str(error).replace(str(folder), str(shown))) from error
+    except OSError as error:
+        raise output_error(shown, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

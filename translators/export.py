@@ -126,7 +126,7 @@ def export(
         _check_disk(plan, final)
         metadata = work.gguf_metadata() if container == "gguf" else {}
         work.verify_source()
-        with staging(final) as folder:
+        with staging(final, named.parent if single else named) as folder:
             if container == "gguf":
                 work.write_gguf(folder / final.name, metadata)
             else:

@@ -18,7 +18,7 @@ from oazoo.errors import TokenizerError, TranslationError, UsageError
 from oazoo.formats import encodings
 from oazoo.formats.detect import open_source
 from oazoo.formats.oam import OamSource
-from oazoo.formats.source import TensorInfo, WeightSource
+from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
 from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, Measured, TensorPlan, stream
 from oazoo.translators.exporter import config_differences
@@ -31,11 +31,14 @@ _RAW_STEP = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of one side. ``raw`` holds the stored bytes where they are the values, untransformed."""
+    """One tensor of one side. ``stored`` is given where the stored bytes are the values, untransformed.
+
+    Bytes are asked for when they are compared and let go at once, so that mapped pages do not pile up.
+    """
 
     info: TensorInfo
     values: Values
-    raw: npt.NDArray[np.uint8] | None
+    stored: SourceTensor | None
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,7 @@ def _options(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tu
 def _raw(source: WeightSource, side: _Side | None) -> _Side:
     """The tensors of a source under their own names."""
     tensors = {
-        name: _Tensor(tensor.info, lambda tensor=tensor: tensor.chunks(CHUNK), tensor.raw())  # type: ignore[misc]
+        name: _Tensor(tensor.info, lambda tensor=tensor: tensor.chunks(CHUNK), tensor)  # type: ignore[misc]
         for name, tensor in source.items()
     }
     options = side.options if side is not None else {}
@@ -267,7 +270,7 @@ def _translated(tensor: TensorPlan, source: WeightSource) -> _Tensor:
     return _Tensor(
         TensorInfo(tensor.target, tensor.shape, kind, stored),
         lambda: stream(wide, source, Measured()),
-        source[tensor.rule.sources[0]].raw() if plain else None,
+        source[tensor.rule.sources[0]] if plain else None,
     )
 
 
@@ -275,7 +278,7 @@ def _compare(name: str, a: _Tensor, b: _Tensor) -> TensorDifference:
     shapes, kinds = (a.info.shape, b.info.shape), (a.info.encoding, b.info.encoding)
     if shapes[0] != shapes[1]:
         return TensorDifference(name, shapes, kinds, None, None, None, 0)
-    if kinds[0] == kinds[1] and _same_bytes(a.raw, b.raw):
+    if kinds[0] == kinds[1] and _same_bytes(a.stored, b.stored):
         return TensorDifference(name, shapes, kinds, 0.0, 0.0, None, 0)
     largest, total, dot, norm_a, norm_b = 0.0, 0.0, 0.0, 0.0, 0.0
     nonfinite = 0
@@ -302,11 +305,12 @@ def _compare(name: str, a: _Tensor, b: _Tensor) -> TensorDifference:
     )
 
 
-def _same_bytes(a: npt.NDArray[np.uint8] | None, b: npt.NDArray[np.uint8] | None) -> bool:
-    if a is None or b is None or a.size != b.size:
+def _same_bytes(a: SourceTensor | None, b: SourceTensor | None) -> bool:
+    if a is None or b is None or a.info.nbytes != b.info.nbytes:
         return False
+    x, y = a.raw(), b.raw()
     return all(
-        np.array_equal(a[i : i + _RAW_STEP], b[i : i + _RAW_STEP]) for i in range(0, a.size, _RAW_STEP)
+        np.array_equal(x[i : i + _RAW_STEP], y[i : i + _RAW_STEP]) for i in range(0, x.size, _RAW_STEP)
     )
 
 

@@ -200,7 +200,7 @@ def test_what_was_written_is_read_again(model: Path, tmp_path: Path, monkeypatch
             file.write(b"\1")
 
     monkeypatch.setattr(module, "write_gguf", write_badly)
-    with pytest.raises(OutputError, match="was not written as it was meant"):
+    with pytest.raises(OutputError, match=r"/out.gguf: \S+ was not written as it was meant"):
         export(model, tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists() and clean(tmp_path)
 
@@ -235,6 +235,7 @@ def test_a_file_size_limit(output: str, model: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", program, model, tmp_path / output], capture_output=True, text=True
     )
     assert "larger than the file system or the process limit" in done.stdout, done.stdout + done.stderr
+    assert str(tmp_path / "out") in done.stdout and "partial" not in done.stdout
     assert not (tmp_path / output).exists() and clean(tmp_path)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,32 @@ def test_the_command(tmp_path: Path) -> None:
     shown = json.loads(text)
     assert status == 1 and shown["names"] == "translated" and len(shown["differing"]) == 9
     assert shown["compared"] == 12 and not shown["equal"]
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """Two files of 256 MB in 160 MB of address space above what the interpreter takes; one value of each tensor differs."""
+    for name, last in (("a", 0), ("b", 1)):
+        tensors = {f"t{number}": np.zeros(2 << 20, np.float32) for number in range(32)}
+        for tensor in tensors.values():
+            tensor[-1] = last
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    del tensors
+    program = (
+        "import resource, sys\n"
+        "from oazoo.zoo.diff import diff\n"
+        "import oazoo.translators.translator as t; t.translators()\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + (160 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "found = diff(sys.argv[1], sys.argv[2])\n"
+        "print(len(found.differing), {t.max_abs for t in found.tensors})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a.safetensors", tmp_path / "b.safetensors"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "32 {1.0}", done.stderr[-2000:]
 
 
 def test_misuse(tmp_path: Path) -> None:
