@@ -40,7 +40,7 @@ def oazoo(*arguments: str, home: Path | None = None) -> tuple[Any, float]:
     """Run `oazoo … --json` in a process of its own; returns what it printed and the seconds it took."""
     environ = {**os.environ, **({"OAZOO_HOME": str(home)} if home is not None else {})}
     started = time.perf_counter()
-    command = [sys.executable, "-m", "oazoo", *arguments, "--json"]
+    command = [sys.executable, "-m", "oazoo", *arguments, "--json", "--quiet"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environ)
     if done.returncode != 0:
         sys.exit(f"bench: oazoo {arguments[0]} failed with exit status {done.returncode}")
@@ -54,7 +54,8 @@ def measure(path: Path, tokens: int, runs: int) -> dict[str, float]:
     home = FOLDER / "home"
     shutil.rmtree(home, ignore_errors=True)  # compiled pipelines live there
     results = []
-    for _ in range(runs + 1):
+    for number in range(runs + 1):
+        print(f"bench: {path.name}, {'cold' if number == 0 else f'warm {number}'}", file=sys.stderr)
         result, seconds = oazoo(*arguments, home=home)
         results.append({**result["timings"], "start_s": seconds - result["timings"]["decode_s"]})
         results[-1]["prompt_tokens"] = result["prompt_tokens"]
@@ -93,12 +94,12 @@ def main() -> int:
 
     device = oazoo("doctor")[0]["vulkan"]
     oazoo("pull", MODEL)
-    dense = FOLDER / f"{MODEL}-f16.oam"
-    _, convert_s = oazoo("convert", MODEL, "-o", str(dense), "--dtype", "f16", "--force")
-    files, packing = {"f16": dense}, {}
+    whole = FOLDER / f"{MODEL}-f16.oam"
+    _, convert_s = oazoo("convert", MODEL, "-o", str(whole), "--dtype", "f16", "--force")
+    files, packing = {"f16": whole}, {}
     for target in ("q8", "q4"):
         files[target] = FOLDER / f"{MODEL}-{target}.oam"
-        command = ["quantize", str(dense), "-o", str(files[target]), "--to", target, "--force"]
+        command = ["quantize", str(whole), "-o", str(files[target]), "--to", target, "--force"]
         oazoo(*command)  # compiles the packing kernel
         packing[target], _ = oazoo(*command)
     measured = {name: measure(path, options.tokens, options.runs) for name, path in files.items()}
@@ -118,7 +119,8 @@ def main() -> int:
         )
     lines += ["", f"Converting to f16 takes {convert_s:.1f} s. Packing the f16 file:", ""]
     for target, report in packing.items():
-        speed = report["packed_bytes"] / report["seconds"] / 1e9
+        dense = sum(tensor["bytes_before"] for tensor in report["tensors"] if not tensor["reason"])
+        speed = dense / report["seconds"] / 1e9
         lines.append(f"- to {target}: {report['seconds']:.2f} s, {speed:.2f} GB/s of dense weights")
     text = "\n".join(lines) + "\n"
     print(text, end="")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oazoo.errors import PullError
+from oazoo.formats.mapped import open_regular
 from oazoo.zoo.cards import CardSource
 from oazoo.zoo.download import Progress
 from oazoo.zoo.refs import HubRef, WheelRef
@@ -97,7 +98,7 @@ def refuse_pickle(path: Path) -> None:
 
     Recognised are bare pickles (protocol 2 and up) and PyTorch's zip archives with a pickle inside.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(4)
     pickled = len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5
     if head == b"PK\x03\x04":

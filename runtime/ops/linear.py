@@ -226,6 +226,7 @@ def _run(
                 "residual": residual,
             },
             {"y": y},
+            work=rows * inputs * min(width * device.info.max_groups[0], sum(outputs)),
             k=inputs,
             rows=rows,
             n0=outputs[0],
