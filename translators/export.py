@@ -6,6 +6,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import OutputError, UsageError
-from oazoo.formats.atomic import check_output
+from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.detect import open_source
 from oazoo.formats.gguf_writer import write_gguf
 from oazoo.formats.hf_folder import INDEX_SUFFIX
 from oazoo.formats.oam import OamSource
 from oazoo.formats.safetensors_writer import write_safetensors
-from oazoo.formats.source import TensorInfo
+from oazoo.formats.source import TensorInfo, WeightSource
 from oazoo.formats.staging import check_folder, publish_files, publish_folder, staging
 from oazoo.formats.streamed import StreamedTensor, as_bytes
 from oazoo.translators.convert import ConversionReport, Progress, TensorReport, tensor_report
@@ -83,7 +84,7 @@ def container_for(output: Path | str, to: str | None = None) -> str:
 
 
 def export(
-    source: Path | str,
+    source: OamSource | Path | str,
     output: Path | str,
     *,
     to: str | None = None,
@@ -98,7 +99,7 @@ def export(
     The output is read again and compared with what was meant, tensor by tensor, before it gets its name.
 
     Args:
-        source: the ``.oam`` file.
+        source: the ``.oam`` file, or an opened one (which stays open).
         output: a folder; ``OUT.safetensors`` (config.json and tokenizer files go beside it); or ``OUT.gguf``.
         to: ``"safetensors"`` or ``"gguf"``, where the name does not say.
         dtype: ``keep``, ``f32``, ``f16`` or ``bf16``. ``keep`` leaves dense weights as they are. Q8 and Q4 become Q8_0
@@ -112,10 +113,11 @@ def export(
         OazooError: UsageError, FormatError, TranslationError, TokenizerError or OutputError; nothing is left behind.
     """
     container = container_for(output, to)
-    with open_model(source) as model:
+    with nullcontext(source) if isinstance(source, OamSource) else as_model(open_source(source)) as model:
         plan = plan_export(model, container, dtype, with_tokenizer=with_tokenizer)
         work = _Export(plan, progress)
         named = Path(output)
+        check_not_input(named, model.files)
         single = container == "gguf" or named.suffix.lower() == ".safetensors"
         side = work.side_files() if container == "safetensors" else {}
         if single:
@@ -157,17 +159,16 @@ def export(
         )
 
 
-def open_model(path: Path | str) -> OamSource:
-    """The ``.oam`` at ``path``.
+def as_model(source: WeightSource) -> OamSource:
+    """An opened source that must be an ``.oam``.
 
     Raises:
-        UsageError: it is of another container.
+        UsageError: it is of another container; it is closed then.
     """
-    source = open_source(path)
     if not isinstance(source, OamSource):
         source.close()
         raise UsageError(
-            f"{path}: is {source.format}, not .oam; convert it first: oazoo convert {path} -o MODEL.oam"
+            f"{source.path}: is {source.format}, not .oam; convert it first: oazoo convert {source.path} -o MODEL.oam"
         )
     return source
 

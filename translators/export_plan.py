@@ -18,6 +18,7 @@ from oazoo.formats.source import TensorInfo
 from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, DTYPES, Measured, TensorPlan, stream
 from oazoo.translators.exporter import NAMINGS, Outgoing, check_reads_back, outgoing
+from oazoo.translators.plan import any_layer
 from oazoo.translators.rules import Rule, invert
 from oazoo.translators.settings import Settings
 
@@ -106,26 +107,33 @@ class ExportPlan:
         }
 
     def table(self) -> Table:
-        """The plan as a table for people."""
+        """The plan as a table for people, the same weight of all layers on one line."""
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
         title = f"{self.config.family} → {self.container} ({self.out.architecture})"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("target", "shape", "encoding", "source", "stored as", "transform"):
             table.add_column(heading, overflow="fold")
-        table.add_column("bytes", justify="right")
+        for heading in ("tensors", "bytes"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        groups: dict[tuple[str, ...], list[int]] = {}
         for tensor in self.tensors:
-            cells = (
-                tensor.target,
+            cells: tuple[str, ...] = (
+                any_layer(tensor.target),
                 "×".join(map(str, tensor.shape)),
                 tensor.encoding,
-                ", ".join(tensor.rule.sources),
+                any_layer(", ".join(tensor.rule.sources)),
                 ", ".join(dict.fromkeys(tensor.source_encodings)),
                 tensor.rule.transform.name,
-                f"{tensor.nbytes:,}",
             )
-            table.add_row(*(Text(cell) for cell in cells))
+            groups.setdefault(cells, []).append(tensor.nbytes)
+        for name, values in self.out.extra.items():
+            groups[name, "×".join(map(str, values.shape)), "f32", "(config)", "", ""] = [values.nbytes]
+        for row, sizes in groups.items():
+            # Names come from the file: Text keeps them from being read as markup.
+            table.add_row(*map(Text, (*row, str(len(sizes)), f"{sum(sizes):,}")))
         return table
 
 

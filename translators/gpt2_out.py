@@ -13,6 +13,8 @@ from oazoo.translators.gpt2 import gguf_rules, hf_rules
 def _check(config: NanoGPTConfig) -> None:
     if not config.bias:
         raise TranslationError("GPT-2 has a bias in every linear layer and norm, this model has none")
+    if config.activation != "gelu_tanh":
+        raise TranslationError(f"GPT-2's activation is gelu_tanh, this model's is {config.activation}")
 
 
 def _hf(config: NanoGPTConfig) -> Outgoing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import click
 
@@ -19,7 +20,7 @@ from oazoo.cli.common import (
 
 
 @click.command()
-@click.argument("source", metavar="IN.oam")
+@click.argument("source", metavar="IN.oam", type=click.Path(path_type=Path))
 @click.option("-o", "--output", metavar="OUT", help="A folder, OUT.safetensors, or OUT.gguf.")
 @click.option(
     "--to", type=click.Choice(["safetensors", "gguf"]), help="The container, where OUT does not say it."
@@ -37,7 +38,7 @@ from oazoo.cli.common import (
 @json_option
 @quiet_option
 def command(
-    source: str,
+    source: Path,
     output: str | None,
     to: str | None,
     dtype: str,
@@ -82,7 +83,6 @@ def command(
             overwrite=force,
             with_tokenizer=not no_tokenizer,
             progress=progress,
-            notify=say,
         )
     if as_json:
         emit_json(report.to_json())

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from oazoo.configs import ModelConfig, config_from_json
 from oazoo.errors import TokenizerError, TranslationError, UsageError
 from oazoo.formats import encodings
-from oazoo.formats.detect import open_source
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
 from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, Measured, TensorPlan, stream
 from oazoo.translators.exporter import config_differences
 from oazoo.translators.plan import plan
+from oazoo.zoo.files import open_file
 
 Values = Callable[[], Iterator[npt.NDArray[Any]]]
 Progress = Callable[[str, int, int | None], None]
@@ -156,7 +156,7 @@ def diff(
     """
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise UsageError(f"a tolerance is a number from 0 up, not {tolerance}")
-    with open_source(first) as source_a, open_source(second) as source_b:
+    with open_file(first) as source_a, open_file(second) as source_b:
         a, b = _read(source_a), _read(source_b)
         why = a.why or b.why
         if not why and a.config is not None and b.config is not None and a.config.family != b.config.family:

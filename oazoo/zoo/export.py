@@ -1,16 +1,15 @@
-"""From an `.oam` file, or a name that stands for one, to SafeTensors or GGUF."""
+"""From an `.oam` file to SafeTensors or GGUF."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from oazoo.formats.oam import OamSource
 from oazoo.translators.convert import Progress
-from oazoo.translators.export import MAX_SHARD_BYTES, ExportReport, open_model
+from oazoo.translators.export import MAX_SHARD_BYTES, ExportReport, as_model
 from oazoo.translators.export import export as write
 from oazoo.translators.export_plan import ExportPlan, plan_export
-from oazoo.zoo.convert import fetch
+from oazoo.zoo.files import open_file
 
 
 def export(
@@ -23,12 +22,11 @@ def export(
     with_tokenizer: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
-    notify: Callable[[str], None] | None = None,
 ) -> ExportReport:
     """Write an `.oam` model as a Hugging Face folder, a SafeTensors file or a GGUF file.
 
     Args:
-        source: the `.oam`: a path, or a URI (see :func:`oazoo.zoo.pull.pull`).
+        source: path of the `.oam`.
         output: a folder, ``OUT.safetensors`` (config and tokenizer files go beside it), or ``OUT.gguf``.
         to: ``safetensors`` or ``gguf``, where the output's name does not say.
         dtype: ``keep``, ``f32``, ``f16`` or ``bf16``; see :func:`oazoo.translators.export.export`.
@@ -36,29 +34,28 @@ def export(
         with_tokenizer: carry tokenizer and chat template.
         max_shard_bytes: a folder's weights are cut into files of about this size.
         progress: called with how far the work has come.
-        notify: called with a line for each thing worth knowing about a download.
 
     Raises:
-        OazooError: UsageError, PullError, FormatError, TranslationError, TokenizerError or OutputError; nothing is
-            left behind.
+        OazooError: UsageError, FormatError, TranslationError, TokenizerError or OutputError; nothing is left behind.
     """
-    return write(
-        fetch(source, progress, notify).path,
-        output,
-        to=to,
-        dtype=dtype,
-        overwrite=overwrite,
-        with_tokenizer=with_tokenizer,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
+    with as_model(open_file(source)) as model:
+        return write(
+            model,
+            output,
+            to=to,
+            dtype=dtype,
+            overwrite=overwrite,
+            with_tokenizer=with_tokenizer,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
 
 
 def plan_of(
     source: str | Path, container: str, *, dtype: str = "keep", with_tokenizer: bool = True
 ) -> tuple[OamSource, ExportPlan]:
     """The checked plan of an export, for ``--dry-run``, and the opened model; close that."""
-    model = open_model(fetch(source).path)
+    model = as_model(open_file(source))
     try:
         return model, plan_export(model, container, dtype, with_tokenizer=with_tokenizer)
     except BaseException:

@@ -149,6 +149,10 @@ def test_only_our_models_are_exported(model: Path, tmp_path: Path) -> None:
         export(source_path("F32"), tmp_path / "out")
     with pytest.raises(TranslationError, match="was not converted by oazoo"):
         export(DATA / "oa" / "oam_linear_adamw.oam", tmp_path / "out")
+    model.rename(tmp_path / "model.bin")
+    with pytest.raises(UsageError, match="is the source itself"):
+        export(tmp_path / "model.bin", tmp_path / "model.bin", to="gguf", overwrite=True)
+    model = tmp_path / "model.bin"
     with pytest.raises(UsageError, match="unknown dtype"):
         export(model, tmp_path / "out", dtype="q4")
     with pytest.raises(UsageError, match="no such file"):

@@ -224,7 +224,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 def test_misuse(tmp_path: Path) -> None:
     path = source_path("F32")
     assert run(path)[0] == 2
-    assert run(path, tmp_path / "none")[0] == 2
+    assert run(path, tmp_path / "none")[0] == run(path, "smollm2-135m-instruct")[0] == 2
     assert run("--tol", "-1", path, path)[0] == 2
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     assert run(path, tmp_path / "bad.gguf")[0] == 1
