@@ -160,7 +160,10 @@ def plan_export(
         raise TranslationError(
             f"{source.path}: was not converted by oazoo, so nothing in it says which model its tensors make"
         )
-    config = config_from_json(source.metadata.get("family"), source.metadata.get("model"))
+    try:
+        config = config_from_json(source.metadata.get("family"), source.metadata.get("model"))
+    except TranslationError as error:
+        raise TranslationError(f"{source.path}: holds no model that can be exported: {error}") from error
     _check_complete(source, config)
     record = source.metadata.get("source")
     declared = record.get("architecture") if isinstance(record, Mapping) else None

@@ -161,6 +161,9 @@ def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
         raise TranslationError(
             f"the model cannot be written as {name}: what was written could not be read: {error}"
         ) from error
+    assert isinstance(
+        translation.config, ModelConfig
+    )  # what an architecture is declared for has a typed config
     changed = config_differences(config, translation.config)
     if changed:
         shown = "; ".join(f"{name}: {a} would become {b}" for name, a, b in changed)

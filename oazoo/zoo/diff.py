@@ -201,6 +201,7 @@ def _read(source: WeightSource) -> _Side:
         return _Side(
             source, None, {}, {}, f"{source.path} cannot be translated: {str(error).splitlines()[0]}"
         )
+    assert isinstance(planned.config, ModelConfig)  # what an architecture is declared for has a typed config
     tensors = {tensor.target: _translated(tensor, source) for tensor in planned.tensors}
     options = _asset_options(planned.assets)
     if tokens:

@@ -162,6 +162,7 @@ def test_only_our_models_are_exported(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ("family", "holds no model that can be exported: unknown model family 'other'"),
         ("missing", "the parameter norm.weight is missing"),
         ("shape", r"norm.weight has the shape \[2\]"),
         ("extra", "the model has no parameter 'more'"),
@@ -174,7 +175,9 @@ def test_models_that_are_not_what_they_say(change: str, message: str, model: Pat
         payload = source.config.payload
         for name, tensor in source.items():
             tensors[name] = np.array(tensor.numpy())
-    if change == "missing":
+    if change == "family":
+        payload = json.dumps(json.loads(payload) | {"family": "other"}).encode()
+    elif change == "missing":
         del tensors["norm.weight"]
     elif change == "extra":
         tensors["more"] = np.zeros(2, np.float32)
