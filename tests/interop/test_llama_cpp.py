@@ -77,6 +77,7 @@ def test_hugging_face_goldens(name: str, tmp_path: Path) -> None:
         found = loaded.logits(sequence)
         print(f"{name}: {np.abs(found - expected).max():.3g} from the reference")
         assert np.abs(found - expected).max() <= TOLERANCE
+        assert np.array_equal(found.argmax(axis=1), expected.argmax(axis=1))
 
 
 @pytest.mark.parametrize("name", GGUF)
