@@ -209,7 +209,7 @@ def convert(
                 pieces = stream(tensor, planned.checkpoint.source, measured)
                 writer.write(tensor.target, _told(pieces, progress, done, total))
                 done += tensor.nbytes
-                reports.append(_report(tensor, measured))
+                reports.append(tensor_report(tensor, measured))
         return ConversionReport(
             Path(out),
             writer.size,
@@ -230,7 +230,8 @@ def _told(pieces: Iterator[Any], progress: Progress | None, done: int, total: in
             progress("convert", done, total)
 
 
-def _report(tensor: TensorPlan, measured: Measured) -> TensorReport:
+def tensor_report(tensor: TensorPlan, measured: Measured) -> TensorReport:
+    """What happened to a tensor, from its plan and what streaming it found."""
     return TensorReport(
         tensor.target,
         tensor.shape,
