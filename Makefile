@@ -6,13 +6,14 @@ PYTEST := $(PYTHON_IN_VENV) -m pytest
 DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
 	--ignore=tests/zoo/pull
 
-.PHONY: help setup demo test lint typecheck imports format shaders bench test-validation test-mesa22 clean
+.PHONY: help setup demo test lint typecheck imports format shaders bench test-validation test-portable test-mesa22 clean
 
 help:
 	@echo 'make setup            .venv with oazoo and its tools, and a Vulkan driver when no device answers'
 	@echo 'make demo             fetch SmolLM2, convert it, pack it to 8 and 4 bits, let each answer a prompt'
 	@echo 'make test             the whole suite, with lint, types and layering'
 	@echo 'make test-validation  the device tests under the Khronos validation layer'
+	@echo 'make test-portable    ops and models on the kernels that GPUs run'
 	@echo 'make test-mesa22      the device tests on Debian 12'"'"'s own Mesa 22.3'
 	@echo 'make lint typecheck imports format    one check at a time; format also mends'
 	@echo 'make shaders          compile shaders/*.slang to shaders/spirv'
@@ -50,6 +51,10 @@ bench: setup
 
 test-validation: setup
 	@OAZOO_VALIDATION=1 $(PYTEST) $(DEVICE_TESTS)
+
+# The kernels that a GPU would run: shared memory, no assumption about subgroups.
+test-portable: setup
+	@OAZOO_PORTABLE_KERNELS=1 $(PYTEST) tests/ops tests/models
 
 test-mesa22: setup
 	@sh tools/mesa22.sh

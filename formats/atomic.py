@@ -2,7 +2,8 @@
 
 Bytes go to a temporary file in the target's folder, are flushed to disk, and the file is renamed. On any failure,
 Ctrl-C included, the temporary file is removed and what was under the name before is untouched. A killed process can
-leave a temporary file, ``.oazoo-….partial``, which nothing ever reads.
+leave a temporary file, ``.oazoo-….partial``, which nothing ever reads; the next write into the folder removes it. Whether
+its writer still lives is told by the lock that every writer holds on its own file.
 """
 
 from __future__ import annotations
@@ -12,12 +13,20 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from oazoo.errors import OutputError, UsageError
+
+if sys.platform != "win32":
+    import fcntl
+
+#: A temporary file younger than this is left alone, whoever made it.
+_YOUNG_SECONDS = 10
 
 _REASONS = {
     errno.ENOSPC: "no space left on the disk",
@@ -67,6 +76,23 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
     return target
 
 
+def check_not_input(path: Path | str, inputs: Iterable[Path]) -> None:
+    """Check in planning that ``path`` is none of the files that are read, under whatever name.
+
+    Raises:
+        UsageError: it is one; replacing it would lose the source.
+    """
+    for source in inputs:
+        try:
+            same = Path(path).samefile(source)
+        except OSError:
+            continue  # one of them does not exist; that is told where it matters
+        if same:
+            raise UsageError(
+                f"{path}: is the source itself, which would be lost; write the result under another name"
+            )
+
+
 def check_space(path: Path | str, size: int) -> None:
     """Check in planning that a file of ``size`` bytes fits the disk of ``path``; raises OutputError with both numbers."""
     folder = Path(os.path.realpath(path)).parent
@@ -84,6 +110,30 @@ def output_error(path: Path | str, error: OSError) -> OutputError:
     return OutputError(f"{path}: cannot be written: {reason}")
 
 
+def _try_lock(file: BinaryIO) -> bool:
+    """Take the lock of a temporary file, held until it is closed; False when its writer has it."""
+    if sys.platform == "win32":
+        return False  # leftovers stay until somebody removes them
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return False
+    return True
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove temporary files of writers that are gone. One that was just created may not be locked yet: it is too young."""
+    for path in folder.glob(".oazoo-*.partial"):
+        try:
+            if time.time() - path.stat().st_mtime < _YOUNG_SECONDS or path.is_symlink():
+                continue
+            with path.open("rb") as file:
+                if _try_lock(file):
+                    path.unlink()
+        except OSError:
+            continue  # somebody else's, or gone meanwhile
+
+
 class AtomicFile:
     """A temporary file that takes the place of ``path`` at :meth:`commit`, or vanishes at :meth:`abort`.
 
@@ -94,11 +144,13 @@ class AtomicFile:
         self.path = Path(path)
         self._overwrite = overwrite
         self._target = check_output(path, overwrite=overwrite)
+        _remove_leftovers(self._target.parent)
         self._temporary = self._target.parent / f".oazoo-{secrets.token_hex(8)}.partial"
         try:
             self.file: BinaryIO = self._temporary.open("x+b")
         except OSError as error:
             raise output_error(path, error) from error
+        _try_lock(self.file)
 
     def commit(self) -> None:
         """Flush everything to disk and give the file its name."""

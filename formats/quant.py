@@ -155,3 +155,48 @@ def reencode_stream(raw: Bytes, source: str) -> Iterator[npt.NDArray[Any]]:
     sign = -1 if source == "gguf.q4_0" else 1
     for first in range(0, len(blocks), _STEP_BLOCKS):
         yield sign * _f16_scale(blocks[first : first + _STEP_BLOCKS])
+
+
+#: ``.oam`` encodings and the GGUF encoding that can hold them, if every scale is a float16.
+GGML_TARGETS: dict[str, str] = {target: source for source, target in LOSSLESS_TARGETS.items()}
+
+
+def planes(raw: Bytes, encoding: str) -> tuple[Bytes, Floats]:
+    """The code plane [blocks, bytes] and the scale plane [blocks] of a Q4 or Q8 payload, as views."""
+    width = CODE_BYTES[encoding]
+    blocks = raw.size // (width + 4)
+    return raw[: blocks * width].reshape(blocks, width), np.frombuffer(raw[blocks * width :], "<f4")
+
+
+def scales_fit_f16(scales: Floats) -> bool:
+    """Whether every scale is a float16 to the bit, so that its block can be Q8_0 or Q4_0 without loss."""
+    for first in range(0, scales.size, 1 << 20):
+        part = scales[first : first + (1 << 20)]
+        with np.errstate(all="ignore"):
+            back = part.astype(np.float16).astype(np.float32)
+        if not np.array_equal(back.view(np.uint32), np.ascontiguousarray(part).view(np.uint32)):
+            return False
+    return True
+
+
+def to_ggml_stream(codes: Bytes, scales: Floats, encoding: str) -> Iterator[Bytes]:
+    """Blocks of Q8_0 or Q4_0 from planes of Q8 or Q4: the inverse of :func:`reencode_stream`.
+
+    Args:
+        codes: [blocks, 32 or 16].
+        scales: [blocks], all of them float16 values (:func:`scales_fit_f16`).
+        encoding: ``"q8"`` or ``"q4"``.
+    """
+    for first in range(0, len(codes), _STEP_BLOCKS):
+        part, scale = codes[first : first + _STEP_BLOCKS], scales[first : first + _STEP_BLOCKS]
+        out = np.empty((len(part), 2 + part.shape[1]), np.uint8)
+        if encoding == "q4":
+            nibble = np.empty((len(part), BLOCK), np.uint8)
+            np.subtract(np.uint8(15), part & np.uint8(15), out=nibble[:, 0::2])
+            np.subtract(np.uint8(15), part >> np.uint8(4), out=nibble[:, 1::2])
+            out[:, 2:] = nibble[:, :16] | (nibble[:, 16:] << np.uint8(4))
+            scale = -scale
+        else:
+            out[:, 2:] = part
+        out[:, :2] = scale.astype("<f2").reshape(-1, 1).view(np.uint8)
+        yield out.reshape(-1)

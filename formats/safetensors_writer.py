@@ -16,12 +16,13 @@ from oazoo.formats import encodings
 from oazoo.formats.atomic import atomic_file
 from oazoo.formats.safetensors import DTYPES, MAX_HEADER
 from oazoo.formats.source import SourceTensor, WeightSource
+from oazoo.formats.streamed import StreamedTensor, as_bytes
 
 _NAMES = {encoding: name for name, encoding in DTYPES.items()}
 _STEP = 1 << 22
 
 #: What can be written as a tensor.
-Tensor = SourceTensor | npt.NDArray[Any]
+Tensor = SourceTensor | StreamedTensor | npt.NDArray[Any]
 
 
 def write_safetensors(
@@ -100,9 +101,9 @@ def _describe(name: str, tensor: Tensor, dequantize: bool) -> tuple[str, tuple[i
         raise FormatError(
             f"{name!r} cannot be a tensor name in SafeTensors: it is not valid Unicode"
         ) from error
-    if isinstance(tensor, SourceTensor):
+    if isinstance(tensor, (SourceTensor, StreamedTensor)):
         encoding, shape = tensor.info.encoding, tensor.info.shape
-        if dequantize and encodings.get(encoding).quantized:
+        if dequantize and isinstance(tensor, SourceTensor) and encodings.get(encoding).quantized:
             encoding = "f32"
     else:
         encoding, shape = encodings.for_dtype(tensor.dtype), tensor.shape
@@ -117,9 +118,10 @@ def _alignment(encoding: str) -> int:
 
 
 def _pieces(tensor: Tensor) -> Iterator[npt.NDArray[np.uint8]]:
-    if not isinstance(tensor, SourceTensor):
-        flat = np.ascontiguousarray(tensor).reshape(-1)
-        yield flat.astype(tensor.dtype.newbyteorder("<"), copy=False).view(np.uint8)
+    if isinstance(tensor, StreamedTensor):
+        yield from tensor.stored()
+    elif not isinstance(tensor, SourceTensor):
+        yield as_bytes(tensor)
     elif encodings.get(tensor.info.encoding).quantized:
         for chunk in tensor.chunks(_STEP):
             yield chunk.astype("<f4", copy=False).view(np.uint8)

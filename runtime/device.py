@@ -15,11 +15,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from oazoo.errors import DeviceError
 from oazoo.runtime.instance import (
     DeviceInfo,
     choose,
-    compute_queue_family,
+    create_device,
     get_instance,
 )
 from oazoo.runtime.kernel import PUSH_BYTES, Kernel, manifest
@@ -27,14 +30,16 @@ from oazoo.runtime.memory import Allocator, Arena, Range
 from oazoo.runtime.pipeline_cache import PipelineCache, cache_path
 from oazoo.runtime.program import Program
 from oazoo.runtime.recording import Recording, Span
-from oazoo.runtime.vk import check, load, struct
+from oazoo.runtime.vk import OutOfDeviceMemoryError, check, load, struct
 
 if TYPE_CHECKING:
     from oazoo.runtime.tensor import Tensor
 
-#: Commands recorded before they are sent without being asked for: the device works while the host records on, and no
-#: submission grows long enough to look hung to a driver's watchdog.
+#: Commands recorded before they are sent without being asked for: the device works while the host records on.
 _BATCH = 128
+#: Multiply-adds recorded before they are sent, so that no submission grows long enough to look hung to a driver's watchdog
+#: (two seconds on Windows, less on some integrated GPUs): a tenth of a second at 80 G/s, a millisecond on a large GPU.
+_BATCH_WORK = 1 << 33
 _WAIT_SLICE_NS = 100_000_000
 
 
@@ -45,38 +50,7 @@ class Device:
         vk = load()
         ffi = vk.ffi
         self._vk, self.info = vk, info
-        family = compute_queue_family(vk, physical)
-        if info.problem is not None or family is None:
-            raise DeviceError(f"the Vulkan device {info.name} cannot be used: {info.problem}")
-        priority = ffi.new("float *", 1.0)
-        queue_info = struct(
-            "VkDeviceQueueCreateInfo",
-            vk.VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO,
-            queueFamilyIndex=family,
-            queueCount=1,
-            pQueuePriorities=priority,
-        )
-        features = struct(
-            "VkPhysicalDeviceVulkan12Features",
-            vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_VULKAN_1_2_FEATURES,
-            bufferDeviceAddress=1,
-            timelineSemaphore=1,
-            vulkanMemoryModel=int("vulkanMemoryModel" in info.features),
-        )
-        core = struct(
-            "VkPhysicalDeviceFeatures2", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2, pNext=features
-        )
-        core.features.shaderInt64 = int("shaderInt64" in info.features)
-        create = struct(
-            "VkDeviceCreateInfo",
-            vk.VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO,
-            pNext=core,
-            queueCreateInfoCount=1,
-            pQueueCreateInfos=queue_info,
-        )
-        handle = ffi.new("VkDevice *")
-        check(vk.lib.vkCreateDevice(physical, create, ffi.NULL, handle), f"opening {info.name}")
-        self.handle = handle[0]
+        self.handle, family = create_device(vk, physical, info)
         queue = ffi.new("VkQueue *")
         vk.lib.vkGetDeviceQueue(self.handle, family, 0, queue)
         self._queue = queue[0]
@@ -104,6 +78,8 @@ class Device:
         self._arena: Arena | None = None
         self._profile: dict[str, list[float]] | None = None
         self.closed = False
+        # Before the instance goes, which was there first: drivers need not survive an instance destroyed under a device.
+        atexit.register(self.close)
 
     @classmethod
     def open(cls, selector: str | None = None) -> Device:
@@ -187,20 +163,21 @@ class Device:
         reads: list[Span],
         writes: list[Span],
         tensors: tuple[Mapping[str, Tensor | None], Mapping[str, Tensor]],
+        work: int,
     ) -> None:
         """Append a dispatch to what is being recorded; called by :meth:`Kernel.dispatch`."""
         if self._capturing is not None:
             for group in tensors:
                 self._capturing.keep(group.values())
-            self._capturing.recording.dispatch(kernel.pipeline, push, groups, reads, writes)
+            self._capturing.recording.dispatch(kernel.pipeline, push, groups, reads, writes, work)
             return
-        self._current().dispatch(kernel.pipeline, push, groups, reads, writes)
+        self._current().dispatch(kernel.pipeline, push, groups, reads, writes, work)
         if self._profile is not None:
             start = time.perf_counter()
             self.synchronize()
             self._profile.setdefault(kernel.name, []).append(time.perf_counter() - start)
-        elif self._recording is not None and self._recording.commands >= _BATCH:
-            self.flush()
+        else:
+            self._send_when_full()
 
     def copy(self, source: tuple[Any, int, int], target: tuple[Any, int, int], size: int) -> None:
         """Append a copy between buffers; each side is (VkBuffer, offset, device address)."""
@@ -208,6 +185,16 @@ class Device:
             self._capturing.recording.copy(source, target, size)
         else:
             self._current().copy(source, target, size)
+
+    def update(self, target: tuple[Any, int, int], data: npt.NDArray[np.uint8]) -> None:
+        """Append a write of at most ``INLINE_BYTES`` bytes, a multiple of 4, that lie within the commands themselves."""
+        self._current().update(target, data)
+        self._send_when_full()
+
+    def _send_when_full(self) -> None:
+        recording = self._recording
+        if recording is not None and (recording.commands >= _BATCH or recording.work >= _BATCH_WORK):
+            self.flush()
 
     def _current(self) -> Recording:
         if self.closed:
@@ -224,7 +211,13 @@ class Device:
 
     def allocate(self, nbytes: int) -> Range:
         """Device memory for a tensor: from the capture's arena while one is open, else from the device."""
-        return (self._arena or self.allocator).allocate(nbytes)
+        owner = self._arena or self.allocator
+        try:
+            return owner.allocate(nbytes)
+        except OutOfDeviceMemoryError:
+            # Blocks that are freed stay until the commands that may use them are done: finish those, and try again.
+            self.synchronize()
+            return owner.allocate(nbytes)
 
     @property
     def capturing(self) -> bool:
@@ -337,6 +330,7 @@ class Device:
         self._recording = None
         vk.lib.vkDeviceWaitIdle(self.handle)
         self.closed = True
+        atexit.unregister(self.close)
         self.pipeline_cache.close()
         for kernel in self._kernels.values():
             kernel.destroy()
@@ -361,5 +355,4 @@ def get_device() -> Device:
     global _default
     if _default is None or _default.closed:
         _default = Device.open(os.environ.get("OAZOO_DEVICE"))
-        atexit.register(_default.close)
     return _default

@@ -15,6 +15,7 @@ _KINDS = {1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu"}
 #: A discrete GPU is the better guess than an integrated one, and the processor is what remains.
 _PREFERENCE = {"discrete": 0, "integrated": 1, "virtual": 2, "cpu": 3, "other": 4}
 _MIN_API = (1, 2)
+_PORTABILITY_SUBSET = "VK_KHR_portability_subset"
 
 _messages: list[str] = []
 
@@ -38,7 +39,8 @@ class DeviceInfo:
     """What is known of a physical device before it is opened.
 
     ``kind`` is discrete, integrated, virtual, cpu or other; ``problem`` says why the runtime cannot use it, or is None.
-    Sizes are bytes.
+    ``subgroup_exchange`` is whether compute kernels may sum over a subgroup and read from its other lanes: kernels for CPU
+    devices do, the portable ones talk through shared memory. Sizes are bytes.
     """
 
     index: int
@@ -52,6 +54,7 @@ class DeviceInfo:
     driver_version: int
     cache_uuid: str
     subgroup_size: int
+    subgroup_exchange: bool
     max_buffer_bytes: int
     max_allocation_bytes: int
     max_allocations: int
@@ -63,6 +66,7 @@ class DeviceInfo:
     heaps: tuple[tuple[int, bool], ...]
     features: frozenset[str]
     has_memory_budget: bool
+    portability_subset: bool
     problem: str | None
 
     @property
@@ -127,10 +131,7 @@ class Instance:
         handle = ffi.new("VkInstance *")
         result = vk.lib.vkCreateInstance(info, ffi.NULL, handle)
         if result == vk.VK_ERROR_INCOMPATIBLE_DRIVER:
-            raise DeviceError(
-                "no Vulkan driver is installed that works here (Debian and Ubuntu: apt install mesa-vulkan-drivers); "
-                "`oazoo doctor` says more"
-            )
+            raise DeviceError(f"no Vulkan driver works here; {_remedy()}. `oazoo doctor` says more")
         check(result, "vkCreateInstance")
         self.handle = handle[0]
         self._messenger = self._open_messenger() if self.validating else None
@@ -227,16 +228,12 @@ def _describe(vk: Any, handle: Any, index: int) -> DeviceInfo:
     extensions = {ffi.string(rows[i].extensionName).decode("utf-8", "replace") for i in range(count)}
     limits = plain.limits
     allocation = v11.maxMemoryAllocationSize or 2**30
-    subgroup_needs = 0x1 | 0x4 | 0x8 | 0x10  # basic, arithmetic, ballot, shuffle
+    exchange = 0x1 | 0x4 | 0x10  # basic, arithmetic, shuffle
     problems = []
     if api < (1, 2, 0):
         problems.append(f"Vulkan {api[0]}.{api[1]} is older than 1.2")
     else:
         problems += [f"no {name}" for name in REQUIRED_FEATURES if name not in present]
-        if v11.subgroupSupportedOperations & subgroup_needs != subgroup_needs:
-            problems.append("no subgroup arithmetic, ballot and shuffle")
-        if not v11.subgroupSupportedStages & 0x20:
-            problems.append("no subgroup operations in compute")
     if compute_queue_family(vk, handle) is None:
         problems.append("no compute queue")
     return DeviceInfo(
@@ -252,6 +249,8 @@ def _describe(vk: Any, handle: Any, index: int) -> DeviceInfo:
         driver_version=plain.driverVersion,
         cache_uuid=bytes(plain.pipelineCacheUUID).hex(),
         subgroup_size=v11.subgroupSize or 1,
+        subgroup_exchange=v11.subgroupSupportedOperations & exchange == exchange
+        and bool(v11.subgroupSupportedStages & 0x20),
         max_buffer_bytes=maintenance4.maxBufferSize or allocation,
         max_allocation_bytes=allocation,
         max_allocations=limits.maxMemoryAllocationCount,
@@ -266,6 +265,7 @@ def _describe(vk: Any, handle: Any, index: int) -> DeviceInfo:
         ),
         features=frozenset(present),
         has_memory_budget=api >= (1, 1, 0) and "VK_EXT_memory_budget" in extensions,
+        portability_subset=_PORTABILITY_SUBSET in extensions,
         problem="; ".join(problems) or None,
     )
 
@@ -283,6 +283,51 @@ def compute_queue_family(vk: Any, handle: Any) -> int | None:
     candidates = [i for i in range(count[0]) if families[i].queueFlags & 2 and families[i].queueCount]
     candidates.sort(key=lambda i: (families[i].queueFlags & 1, i))
     return candidates[0] if candidates else None
+
+
+def create_device(vk: Any, physical: Any, info: DeviceInfo) -> tuple[Any, int]:
+    """Open a device with what the runtime needs and one queue; returns the VkDevice and the queue's family.
+
+    Raises:
+        DeviceError: the device lacks what is needed, or the driver refuses.
+    """
+    ffi = vk.ffi
+    family = compute_queue_family(vk, physical)
+    if info.problem is not None or family is None:
+        raise DeviceError(f"the Vulkan device {info.name} cannot be used: {info.problem}")
+    priority = ffi.new("float *", 1.0)
+    queue = struct(
+        "VkDeviceQueueCreateInfo",
+        vk.VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO,
+        queueFamilyIndex=family,
+        queueCount=1,
+        pQueuePriorities=priority,
+    )
+    features = struct(
+        "VkPhysicalDeviceVulkan12Features",
+        vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_VULKAN_1_2_FEATURES,
+        **dict.fromkeys(REQUIRED_FEATURES, 1),
+    )
+    core = struct(
+        "VkPhysicalDeviceFeatures2", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2, pNext=features
+    )
+    core.features.shaderInt64 = int("shaderInt64" in info.features)
+    # Layered drivers (Vulkan on Metal) must be told that their gaps are known; the kernels need nothing they lack.
+    names = [_PORTABILITY_SUBSET] if info.portability_subset else []
+    c_names = [ffi.new("char[]", name.encode()) for name in names]
+    name_array = ffi.new("char *[]", c_names)
+    create = struct(
+        "VkDeviceCreateInfo",
+        vk.VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO,
+        pNext=core,
+        queueCreateInfoCount=1,
+        pQueueCreateInfos=queue,
+        enabledExtensionCount=len(names),
+        ppEnabledExtensionNames=name_array,
+    )
+    handle = ffi.new("VkDevice *")
+    check(vk.lib.vkCreateDevice(physical, create, ffi.NULL, handle), f"opening {info.name}")
+    return handle[0], family
 
 
 _instance: Instance | None = None
@@ -309,6 +354,16 @@ def list_devices() -> list[DeviceInfo]:
     return [info for _, info in get_instance().physical_devices()]
 
 
+def _remedy() -> str:
+    """What to do where no driver answers: first lift a limit that somebody has set."""
+    for name in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES"):
+        if os.environ.get(name):
+            return f"{name} limits the search to {os.environ[name]}: unset it to use the drivers that are installed"
+    return (
+        "without a GPU, install Mesa's software driver (Debian and Ubuntu: apt install mesa-vulkan-drivers)"
+    )
+
+
 def choose(devices: list[DeviceInfo], selector: str | None) -> DeviceInfo:
     """Pick a device.
 
@@ -322,10 +377,7 @@ def choose(devices: list[DeviceInfo], selector: str | None) -> DeviceInfo:
         DeviceError: there is no usable device.
     """
     if not devices:
-        raise DeviceError(
-            "no Vulkan device answers; without a GPU, install Mesa's software driver (Debian and Ubuntu: "
-            "apt install mesa-vulkan-drivers). `oazoo doctor` says more"
-        )
+        raise DeviceError(f"no Vulkan device answers; {_remedy()}. `oazoo doctor` says more")
     listing = ", ".join(f"{d.index}: {d.name} ({d.kind})" for d in devices)
     if selector is None or selector == "":
         usable = [d for d in devices if d.problem is None]

@@ -120,6 +120,8 @@ class Kernel:
         groups: tuple[int, int, int],
         reads: Mapping[str, Tensor | None],
         writes: Mapping[str, Tensor],
+        *,
+        work: int = 0,
         **scalars: float,
     ) -> None:
         """Record one run.
@@ -128,6 +130,7 @@ class Kernel:
             groups: workgroups in x, y, z; a run with none of them does nothing.
             reads: pointer arguments that are only read; None passes a null pointer.
             writes: pointer arguments that are written (and perhaps read).
+            work: about how many multiply-adds the run does, where that is many: long submissions are split by it.
             scalars: the other fields of the argument struct.
 
         Raises:
@@ -152,7 +155,7 @@ class Kernel:
                 values.append(scalars[name])
         read_spans = [t.span for t in reads.values() if t is not None]
         write_spans = [t.span for t in writes.values()]
-        self._device.record(self, self._pack(*values), groups, read_spans, write_spans, (reads, writes))
+        self._device.record(self, self._pack(*values), groups, read_spans, write_spans, (reads, writes), work)
 
     def destroy(self) -> None:
         vk = load()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +30,68 @@ _DEDICATED_BYTES = 8 << 20
 _SAFE_BUFFER_BYTES = 2 << 30
 
 _HOST_VISIBLE, _HOST_COHERENT, _HOST_CACHED, _DEVICE_LOCAL = 0x2, 0x4, 0x8, 0x1
+_HOST = _HOST_VISIBLE | _HOST_COHERENT
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """The memory types that tensors and the staging block are allocated from.
+
+    ``unified``: the host can read and write tensors where they lie. ``readable``: and read them at full speed; memory that
+    the processor does not cache is written well but read at a crawl.
+    """
+
+    tensors: int
+    staging: int
+    unified: bool
+    readable: bool
+
+
+def choose_memory(
+    types: Sequence[tuple[int, int]], heaps: Sequence[int], allowed: int, kind: str, *, staged: bool = False
+) -> MemoryChoice | None:
+    """Choose memory types, or None when there is no fitting one.
+
+    Args:
+        types: property flags and heap of each memory type.
+        heaps: their sizes.
+        allowed: bit i is set if buffers can lie in type i (``memoryTypeBits``).
+        kind: of the device; see :class:`DeviceInfo`.
+        staged: never unified.
+    """
+    # Types with further properties are out: protected memory, memory for attachments only, memory without caches.
+    plain = _DEVICE_LOCAL | _HOST | _HOST_CACHED
+    usable = [i for i, (have, _) in enumerate(types) if allowed >> i & 1 and not have & ~plain]
+
+    def size(i: int) -> int:
+        return heaps[types[i][1]]
+
+    def find(flags: int) -> int | None:
+        matches = [i for i in usable if types[i][0] & flags == flags]
+        # A type with nothing beyond what is asked for keeps scarce kinds (a small host-visible window) free.
+        return min(matches, key=lambda i: (types[i][0].bit_count(), -size(i), i), default=None)
+
+    unified: int | None = None
+    if kind in ("cpu", "integrated"):
+        # All memory is the same memory here, but a heap may be a small part that was set aside for the device.
+        most = max((size(i) for i in usable), default=0)
+        shared = [i for i in usable if types[i][0] & _HOST == _HOST and size(i) * 2 >= most]
+        unified = min(
+            shared,
+            key=lambda i: (not types[i][0] & _DEVICE_LOCAL, not types[i][0] & _HOST_CACHED, i),
+            default=None,
+        )
+    elif kind != "discrete":
+        unified = find(_DEVICE_LOCAL | _HOST | _HOST_CACHED)
+    if staged:
+        unified = None
+    tensors = unified if unified is not None else find(_DEVICE_LOCAL)
+    cached = find(_HOST | _HOST_CACHED)
+    staging = cached if cached is not None else find(_HOST)
+    if tensors is None or staging is None:
+        return None
+    readable = unified is not None and bool(types[unified][0] & _HOST_CACHED or cached is None)
+    return MemoryChoice(tensors, staging, unified is not None, readable)
 
 
 def size_from_environment(name: str) -> int | None:
@@ -74,6 +138,15 @@ class FreeList:
         return self.ranges == [self.whole]
 
 
+def _create_buffer(device: Any, size: int) -> Any:
+    vk = load()
+    usage = 0x1 | 0x2 | 0x20 | 0x20000  # transfer source and destination, storage, device address
+    info = struct("VkBufferCreateInfo", vk.VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO, size=size, usage=usage)
+    buffer = vk.ffi.new("VkBuffer *")
+    check(vk.lib.vkCreateBuffer(device, info, vk.ffi.NULL, buffer), "vkCreateBuffer")
+    return buffer[0]
+
+
 class Block:
     """One driver allocation and the buffer over it. ``view`` is its bytes on the host, or None if not mapped."""
 
@@ -82,11 +155,7 @@ class Block:
         ffi, device = vk.ffi, allocator.device
         self.size = size
         self._device = device
-        usage = 0x1 | 0x2 | 0x20 | 0x20000  # transfer source and destination, storage, device address
-        info = struct("VkBufferCreateInfo", vk.VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO, size=size, usage=usage)
-        buffer = ffi.new("VkBuffer *")
-        check(vk.lib.vkCreateBuffer(device, info, ffi.NULL, buffer), "vkCreateBuffer")
-        self.buffer = buffer[0]
+        self.buffer = _create_buffer(device, size)
         needs = ffi.new("VkMemoryRequirements *")
         vk.lib.vkGetBufferMemoryRequirements(device, self.buffer, needs)
         flags = struct(
@@ -154,9 +223,9 @@ class RangeOwner(Protocol):
 class Allocator:
     """Device memory of one device.
 
-    ``unified`` is true where tensors live in memory that the host can read and write at full speed (processors, integrated
-    GPUs): then nothing is staged. ``OAZOO_STAGING=1`` forces staging, ``OAZOO_MAX_BUFFER_BYTES`` and
-    ``OAZOO_MEMORY_LIMIT`` lower the limits; results must not depend on any of them.
+    ``unified`` is true where tensors live in memory that the host can write (processors, integrated GPUs): then nothing is
+    staged, except what is read where that memory is not cached (``readable`` is false). ``OAZOO_STAGING=1`` forces staging,
+    ``OAZOO_MAX_BUFFER_BYTES`` and ``OAZOO_MEMORY_LIMIT`` lower the limits; results must not depend on any of them.
     """
 
     def __init__(self, handle: Any, physical: Any, info: DeviceInfo) -> None:
@@ -175,20 +244,17 @@ class Allocator:
         self.max_buffer_bytes = min(limit, size_from_environment("OAZOO_MAX_BUFFER_BYTES") or limit)
         self.max_buffer_bytes = max(ALIGNMENT, self.max_buffer_bytes // ALIGNMENT * ALIGNMENT)
         self.memory_limit = size_from_environment("OAZOO_MEMORY_LIMIT")
-        forced = os.environ.get("OAZOO_STAGING", "") not in ("", "0")
-        host = _HOST_VISIBLE | _HOST_COHERENT
-        unified = self._find(_DEVICE_LOCAL | host | _HOST_CACHED)
-        if unified is None and info.kind in ("cpu", "integrated"):
-            unified = self._find(_DEVICE_LOCAL | host)
-        self.unified = unified is not None and not forced and info.kind != "discrete"
-        if self.unified:
-            self._device_type = unified
-        else:
-            self._device_type = self._find(_DEVICE_LOCAL)
-        if self._device_type is None:
-            raise DeviceError(f"{info.name} has no device-local memory type")
-        staging = self._find(host | _HOST_CACHED)
-        self._staging_type = staging if staging is not None else self._find(host)
+        choice = choose_memory(
+            self._types,
+            [size for size, _ in info.heaps],
+            self._types_for_buffers(),
+            info.kind,
+            staged=os.environ.get("OAZOO_STAGING", "") not in ("", "0"),
+        )
+        if choice is None:
+            raise DeviceError(f"{info.name} has no memory that tensors or copies from the host can lie in")
+        self._device_type, self._staging_type = choice.tensors, choice.staging
+        self.unified, self.readable = choice.unified, choice.readable
         self._blocks: list[Block] = []
         self._graveyard: list[tuple[int, Block]] = []
         self._staging: Block | None = None
@@ -200,8 +266,7 @@ class Allocator:
         """An estimate of what can still be allocated: the driver's own budget where it tells one, else the heap's size less
         what is allocated here; never more than ``OAZOO_MEMORY_LIMIT`` leaves.
         """
-        heap = self._types[self._device_type or 0][1]
-        free = self._heap_budget(heap)
+        free = self._heap_budget(self._types[self._device_type][1])
         if self.memory_limit is not None:
             free = min(free, self.memory_limit - self.allocated_bytes)
         return max(0, free)
@@ -221,12 +286,18 @@ class Allocator:
             pNext=budget,
         )
         vk.lib.vkGetPhysicalDeviceMemoryProperties2(self._physical, properties)
-        return int(budget.heapBudget[heap]) - int(budget.heapUsage[heap])
+        # The driver still counts dead blocks, which go before anything is refused.
+        dead = sum(block.size for _, block in self._graveyard)
+        return int(budget.heapBudget[heap]) - int(budget.heapUsage[heap]) + dead
 
-    def _find(self, flags: int) -> int | None:
-        matches = [i for i, (have, _) in enumerate(self._types) if have & flags == flags]
-        # A type with nothing beyond what is asked for keeps scarce kinds (a small host-visible window) free.
-        return min(matches, key=lambda i: (bin(self._types[i][0]).count("1"), i), default=None)
+    def _types_for_buffers(self) -> int:
+        """The memory types that a buffer may lie in: the same for all buffers of one usage."""
+        vk = load()
+        buffer = _create_buffer(self.device, ALIGNMENT)
+        needs = vk.ffi.new("VkMemoryRequirements *")
+        vk.lib.vkGetBufferMemoryRequirements(self.device, buffer, needs)
+        vk.lib.vkDestroyBuffer(self.device, buffer, vk.ffi.NULL)
+        return int(needs.memoryTypeBits)
 
     def allocate(self, nbytes: int) -> Range:
         """Reserve ``nbytes`` (rounded up to the alignment; at least one unit).
@@ -256,7 +327,6 @@ class Allocator:
     def _new_block(self, size: int) -> Block:
         if self.memory_limit is not None and self.allocated_bytes + size > self.memory_limit:
             raise OutOfDeviceMemoryError(self._shortage(size, "OAZOO_MEMORY_LIMIT"))
-        assert self._device_type is not None
         try:
             block = Block(self, size, self._device_type, self.unified)
         except OutOfDeviceMemoryError:
@@ -265,7 +335,7 @@ class Allocator:
         return block
 
     def _shortage(self, size: int, refused_by: str) -> str:
-        heap_index = self._types[self._device_type or 0][1]
+        heap_index = self._types[self._device_type][1]
         heap = self.info.heaps[heap_index][0] if heap_index < len(self.info.heaps) else 0
         return (
             f"out of device memory on {self.info.name}: {refused_by} refused {size:,} bytes with {self.allocated_bytes:,} "
@@ -292,7 +362,6 @@ class Allocator:
     def staging(self) -> Block:
         """The host-visible block that copies pass through on devices whose memory the host cannot see."""
         if self._staging is None:
-            assert self._staging_type is not None
             self._staging = Block(
                 self, min(_DEDICATED_BYTES, self.max_buffer_bytes), self._staging_type, True
             )

@@ -241,36 +241,14 @@ def _layers(vk: Any) -> list[str]:
 
 
 def _open_once(index: int) -> None:
-    """Open the device with the features that the runtime needs, take its queue, close it again."""
-    from oazoo.runtime.instance import REQUIRED_FEATURES, compute_queue_family, get_instance
-    from oazoo.runtime.vk import check, load, struct
+    """Open the device as the runtime does, and close it again."""
+    from oazoo.runtime.instance import create_device, get_instance
+    from oazoo.runtime.vk import load
 
     vk = load()
-    ffi = vk.ffi
-    handle = get_instance().physical_devices()[index][0]
-    priorities = ffi.new("float[]", [1.0])
-    queues = struct(
-        "VkDeviceQueueCreateInfo",
-        vk.VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO,
-        queueFamilyIndex=compute_queue_family(vk, handle),
-        queueCount=1,
-        pQueuePriorities=priorities,
-    )
-    features = struct(
-        "VkPhysicalDeviceVulkan12Features",
-        vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_VULKAN_1_2_FEATURES,
-        **dict.fromkeys(REQUIRED_FEATURES, 1),
-    )
-    info = struct(
-        "VkDeviceCreateInfo",
-        vk.VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO,
-        pNext=features,
-        queueCreateInfoCount=1,
-        pQueueCreateInfos=queues,
-    )
-    device = ffi.new("VkDevice *")
-    check(vk.lib.vkCreateDevice(handle, info, ffi.NULL, device), "vkCreateDevice")
-    vk.lib.vkDestroyDevice(device[0], ffi.NULL)
+    physical, info = get_instance().physical_devices()[index]
+    device, _ = create_device(vk, physical, info)
+    vk.lib.vkDestroyDevice(device, vk.ffi.NULL)
 
 
 # ------------------------------------------------------------------------------------ as a process of its own

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from oazoo.errors import DeviceError
 from oazoo.runtime.memory import Arena, Range
 from oazoo.runtime.recording import Recording
+from oazoo.runtime.vk import DeviceLostError
 
 if TYPE_CHECKING:
     from oazoo.runtime.device import Device
@@ -48,5 +50,7 @@ class Program:
     def __del__(self) -> None:
         # The command buffer may still be running; the device outlives its programs except at interpreter exit.
         if not self._device.closed:
-            self._device.wait(self._last)
+            # A lost device runs nothing any more, and whoever used it was told.
+            with suppress(DeviceLostError):
+                self._device.wait(self._last)
             self.recording.free()

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from oazoo.runtime.vk import check, load, struct
 
 Span = tuple[int, int]
+
+#: Largest write that goes within the commands (Vulkan allows 65,536 bytes; drivers copy them about).
+INLINE_BYTES = 4096
 
 
 class Hazards:
@@ -60,7 +66,7 @@ class Recording:
     def __init__(self, device: Any, pool: Any, layout: Any, *, reusable: bool) -> None:
         vk = load()
         ffi = vk.ffi
-        self._lib, self._device, self._layout = vk.lib, device, layout
+        self._lib, self._ffi, self._device, self._layout = vk.lib, ffi, device, layout
         info = struct(
             "VkCommandBufferAllocateInfo",
             vk.VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO,
@@ -96,6 +102,8 @@ class Recording:
         self._copy = ffi.new("VkBufferCopy *")
         self._pipeline: Any = None
         self._hazards = Hazards()
+        #: Multiply-adds of the kernel runs, as far as their callers told them.
+        self.work = 0
         self.commands = 0
         self.barriers = 0
 
@@ -104,6 +112,7 @@ class Recording:
         check(self._lib.vkBeginCommandBuffer(self.handle, self._begin), "vkBeginCommandBuffer")
         self._pipeline = None
         self._hazards.clear()
+        self.work = 0
         self.commands = 0
         self.barriers = 0
         self._wait()
@@ -122,6 +131,7 @@ class Recording:
         groups: tuple[int, int, int],
         reads: list[Span],
         writes: list[Span],
+        work: int = 0,
     ) -> None:
         """Append one kernel run over ``groups`` workgroups."""
         if self._hazards.conflict(reads, writes):
@@ -134,6 +144,7 @@ class Recording:
         self._push_view[:size] = push
         lib.vkCmdPushConstants(handle, self._layout, 0x20, 0, size, self._push)
         lib.vkCmdDispatch(handle, *groups)
+        self.work += work
         self.commands += 1
 
     def copy(self, source: tuple[Any, int, int], target: tuple[Any, int, int], size: int) -> None:
@@ -142,6 +153,14 @@ class Recording:
             self._wait()
         self._copy.srcOffset, self._copy.dstOffset, self._copy.size = source[1], target[1], size
         self._lib.vkCmdCopyBuffer(self.handle, source[0], target[0], 1, self._copy)
+        self.commands += 1
+
+    def update(self, target: tuple[Any, int, int], data: npt.NDArray[np.uint8]) -> None:
+        """Append a write of ``data``, which lies within the commands: at most ``INLINE_BYTES``, a multiple of 4."""
+        if self._hazards.conflict([], [(target[2], target[2] + data.nbytes)]):
+            self._wait()
+        source = self._ffi.from_buffer(data)
+        self._lib.vkCmdUpdateBuffer(self.handle, target[0], target[1], data.nbytes, source)
         self.commands += 1
 
     def end(self) -> None:

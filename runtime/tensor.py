@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from oazoo.errors import DeviceError
 from oazoo.runtime.memory import Range
-from oazoo.runtime.recording import Span
+from oazoo.runtime.recording import INLINE_BYTES, Span
 
 if TYPE_CHECKING:
     from oazoo.runtime.device import Device
@@ -138,7 +138,7 @@ class Tensor:
         return codes, Tensor(self.device, (blocks,), "f32", self.memory, self.offset + blocks * code_bytes)
 
     def write(self, array: npt.ArrayLike) -> None:
-        """Replace all values from the host. Waits for queued work first, which may still use the memory."""
+        """Replace all values from the host; work queued before still sees the old ones."""
         values = np.asarray(array, DTYPES[self.dtype], order="C")
         if values.shape != self.shape:
             raise DeviceError(f"an array of shape {values.shape} for a tensor of shape {self.shape}")
@@ -150,10 +150,13 @@ class Tensor:
             raise DeviceError(
                 "a tensor cannot be written while a program is captured: write it before, or before a run"
             )
-        device.synchronize()
         host = self.memory.host
         if host is not None:
+            device.synchronize()
             host[self.offset : self.offset + raw.nbytes] = raw
+            return
+        if 0 < raw.nbytes <= INLINE_BYTES and raw.nbytes % 4 == 0 and self.address % 4 == 0:
+            device.update(self._place(0), raw)  # queued like any other command: nobody waits
             return
         staging = device.allocator.staging()
         assert staging.view is not None
@@ -171,9 +174,9 @@ class Tensor:
         device = self.device
         if device.capturing:
             raise DeviceError("a tensor cannot be read while a program is captured")
-        device.synchronize()
         host = self.memory.host
-        if host is not None:
+        if host is not None and device.allocator.readable:
+            device.synchronize()
             return host[self.offset : self.offset + self.nbytes].copy()
         result = np.empty(self.nbytes, np.uint8)
         staging = device.allocator.staging()

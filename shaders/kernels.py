@@ -54,6 +54,8 @@ def _rows() -> dict[str, KernelSpec]:
         table[f"attention_lanes_{dim}"] = KernelSpec("attention", f"attendLanes<{dim},0>")
         table[f"attention_step_{dim}"] = KernelSpec("attention", f"attendLanes<{dim},1>")
     table["attention_group"] = KernelSpec("attention", "attendGroup")
+    table["attention_part"] = KernelSpec("attention", "attendPart")
+    table["attention_join"] = KernelSpec("attention", "joinParts")
     table["argmax"] = KernelSpec("argmax", "argmax")
     table["rope_and_cache"] = KernelSpec("rope", "ropeAndCache")
     table["silu_mul"] = KernelSpec("activation", "siluMul")

@@ -86,9 +86,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     run("pull", MODEL)
 
     whole = FOLDER / f"{MODEL}.oam"
-    report, seconds = run("convert", MODEL, "-o", str(whole), "--force", keep_output=True)
-    (FOLDER / "conversion.txt").write_text(report, encoding="utf-8")
-    print(f"(the report on each tensor is in {FOLDER / 'conversion.txt'})")
+    _, seconds = run("convert", MODEL, "-o", str(whole), "--force")
     made = [("converted", whole, seconds)]
     for target in ("q8", "q4"):
         packed = FOLDER / f"{MODEL}-{target}.oam"

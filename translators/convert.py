@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from oazoo.configs import ModelConfig
-from oazoo.errors import OutputError, TranslationError, UsageError
+from oazoo.errors import FormatError, OutputError, TranslationError, UsageError
 from oazoo.formats.atomic import check_output
 from oazoo.formats.mapped import open_regular
 from oazoo.formats.oam_writer import OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
-from oazoo.translators.plan import Plan, plan
+from oazoo.translators.plan import Plan, any_layer, plan
 from oazoo.translators.raw_config import RawConfig
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class ConversionReport:
         """What was rounded, the same weight of all layers together: name (``*`` for the layer), from, to, tensors, error."""
         groups: dict[tuple[str, str, str], list[float]] = {}
         for tensor in self.rounded:
-            name = re.sub(r"\.[0-9]+\.", ".*.", tensor.target)
+            name = any_layer(tensor.target)
             kinds = ", ".join(dict.fromkeys(tensor.source_encodings))
             groups.setdefault((name, kinds, tensor.encoding), []).append(tensor.max_error)
         return [(*key, len(errors), max(errors)) for key, errors in groups.items()]
@@ -179,8 +179,8 @@ def convert(
         overwrite: replace an existing file.
         progress: called with (label, bytes done, bytes in all).
         provenance: what is known of the source: ``name``, ``revision``, ``license``, ``uri``, and
-            ``files``, a mapping from file name to SHA-256 for files that have been verified already (they are not
-            hashed again).
+            ``files``, a mapping from file name to the SHA-256 that the file must have; ``generation``, defaults of
+            sampling for where the source has none of its own.
         with_tokenizer: ``False`` to store the weights only.
 
     Raises:
@@ -189,13 +189,12 @@ def convert(
             does not fit ``dtype``.
     """
     target = check_output(out, overwrite=overwrite)
-    with plan(src, arch, dtype, with_tokenizer=with_tokenizer) as planned:
+    with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance) as planned:
         _check_disk(planned, target)
         _check_ties(planned)
-        known = dict(provenance or {})
-        hashes = _hashes(planned, _known_hashes(known), progress)
-        config = planned.oam_config(hashes, known)
-        record = planned.source_record(hashes, known)
+        hashes = _hashes(planned, _known_hashes(planned.provenance), progress)
+        config = planned.oam_config(hashes)
+        record = planned.source_record(hashes)
         writer = OamWriter(
             out,
             config=config,
@@ -211,7 +210,7 @@ def convert(
                 pieces = stream(tensor, planned.checkpoint.source, measured)
                 writer.write(tensor.target, _told(pieces, progress, done, total))
                 done += tensor.nbytes
-                reports.append(_report(tensor, measured))
+                reports.append(tensor_report(tensor, measured))
         return ConversionReport(
             Path(out),
             writer.size,
@@ -232,7 +231,8 @@ def _told(pieces: Iterator[Any], progress: Progress | None, done: int, total: in
             progress("convert", done, total)
 
 
-def _report(tensor: TensorPlan, measured: Measured) -> TensorReport:
+def tensor_report(tensor: TensorPlan, measured: Measured) -> TensorReport:
+    """What happened to a tensor, from its plan and what streaming it found."""
     return TensorReport(
         tensor.target,
         tensor.shape,
@@ -279,12 +279,15 @@ def _known_hashes(provenance: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _hashes(planned: Plan, known: Mapping[str, str], progress: Progress | None) -> dict[str, str]:
-    """SHA-256 of every source file by name; those that are known already are not read."""
+    """SHA-256 of every source file by name, as they are now.
+
+    Raises:
+        FormatError: a file is not what it was when its hash became known.
+    """
+    hashes = {}
     files = planned.hashed_files()
-    hashes = {path.name: known[path.name] for path in files if path.name in known}
-    todo = [path for path in files if path.name not in hashes]
-    total, done = sum(path.stat().st_size for path in todo), 0
-    for path in todo:
+    total, done = sum(path.stat().st_size for path in files), 0
+    for path in files:
         digest = hashlib.sha256()
         with open_regular(path) as file:
             while data := file.read(_READ):
@@ -293,4 +296,10 @@ def _hashes(planned: Plan, known: Mapping[str, str], progress: Progress | None) 
                 if progress is not None:
                     progress("hash", done, total)
         hashes[path.name] = digest.hexdigest()
+        wanted = known.get(path.name, hashes[path.name])
+        if wanted != hashes[path.name]:
+            raise FormatError(
+                f"{path}: has changed since it was fetched: its SHA-256 was {wanted} and is {hashes[path.name]}. Remove "
+                f"{path.parent} and fetch the model again"
+            )
     return hashes

@@ -255,8 +255,10 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
 def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.NDArray[Any]]:
     """The target's values, flattened, in pieces, in the source's own type."""
     same = len(set(plan.source_encodings)) == 1
-    quantized = any(encodings.get(kind).quantized for kind in plan.source_encodings)
-    if same and plan.rule.transform.on_rows and (len(plan.shape) > 1 or not quantized):
+    kinds = [encodings.get(kind) for kind in plan.source_encodings]
+    # Blocks of .oam run over the flattened tensor, with the scales behind all codes: no row is a range of bytes.
+    movable = len(plan.shape) > 1 and not any(kind.kind == "oam" for kind in kinds)
+    if same and plan.rule.transform.on_rows and (movable or not kinds[0].quantized):
         raw = _moved_bytes(plan, tensors)
         encoding = encodings.get(plan.source_encodings[0])
         yield from encoding.chunks(raw, encodings.numel(plan.shape), CHUNK)

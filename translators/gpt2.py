@@ -1,8 +1,8 @@
 """GPT-2 and models of its form (NanoGPT), from Hugging Face names with or without the prefix
-``transformer.``.
+``transformer.``, and from GGUF names.
 
-GPT-2's linear layers are Conv1D, which stores [in, out]; they are transposed. The fused qkv projection is
-kept: its rows are the queries, then the keys, then the values.
+GPT-2's linear layers are Conv1D, which stores [in, out]; they are transposed. GGUF holds them as [out, in]. The
+fused qkv projection is kept: its rows are the queries, then the keys, then the values.
 """
 
 from __future__ import annotations
@@ -24,6 +24,18 @@ _NAMES = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+_GGUF_NAMES = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "attn_norm": "attn_norm",
+    "attn.qkv": "attn_qkv",
+    "attn.o": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
 _CONV1D = ("attn.qkv", "attn.o", "mlp.up", "mlp.down")
 _IGNORED = (
     Ignored(r"(transformer\.)?h\.\d+\.attn\.bias", "causal mask: made by the attention itself"),
@@ -42,7 +54,7 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
-def _translate(checkpoint: Checkpoint) -> Translation:
+def _translate_hf(checkpoint: Checkpoint) -> Translation:
     settings, source = checkpoint.settings(), checkpoint.source
     for key, allowed in _REQUIRED.items():
         value = settings.get(key)
@@ -71,7 +83,7 @@ def _translate(checkpoint: Checkpoint) -> Translation:
     if config.tied_embeddings and "lm_head.weight" in source:
         ignored.append(Ignored(r"lm_head\.weight", "a copy of the tied embedding"))
         equal.append(("lm_head.weight", f"{prefix}wte.weight"))
-    return Translation(config, _rules(config, prefix), ignored, notes, equal)
+    return Translation(config, hf_rules(config, prefix), ignored, notes, equal)
 
 
 def _tied(settings: Settings, notes: list[str]) -> bool:
@@ -81,7 +93,45 @@ def _tied(settings: Settings, notes: list[str]) -> bool:
     return True
 
 
-def _rules(config: NanoGPTConfig, prefix: str) -> list[Rule]:
+def _translate_gguf(checkpoint: Checkpoint) -> Translation:
+    meta, source = checkpoint.settings(), checkpoint.source
+    at = f"{checkpoint.declared[0]}."
+    embedding = source["token_embd.weight"].info.shape if "token_embd.weight" in source else ()
+    notes: list[str] = []
+    tied = "output.weight" not in source
+    if tied:
+        notes.append("no output.weight: the head shares the embedding, as GGUF means by its absence")
+    config = NanoGPTConfig(
+        vocab_size=meta.integer(at + "vocab_size", embedding[0] if embedding else 0),
+        hidden_size=meta.integer(at + "embedding_length"),
+        intermediate_size=meta.integer(at + "feed_forward_length"),
+        num_layers=meta.integer(at + "block_count"),
+        num_heads=meta.integer(at + "attention.head_count"),
+        norm_eps=meta.number(at + "attention.layer_norm_epsilon"),
+        max_positions=meta.integer(at + "context_length"),
+        tied_embeddings=tied,
+    )
+    for key in meta.values:
+        if key.startswith(at) and key not in meta.taken:
+            notes.append(f"setting {key[:80]!r} is not known and was not considered")
+    return Translation(config, gguf_rules(config), (), notes)
+
+
+def gguf_rules(config: NanoGPTConfig) -> list[Rule]:
+    """The map from GGUF names; run backwards for export."""
+    rules = []
+    for target in config.parameters():
+        stem, _, suffix = target.rpartition(".")
+        at, part = "", stem
+        if stem.startswith("layers."):
+            _, number, part = stem.split(".", 2)
+            at = f"blk.{number}."
+        rules.append(Rule(target, (f"{at}{_GGUF_NAMES[part]}.{suffix}",)))
+    return rules
+
+
+def hf_rules(config: NanoGPTConfig, prefix: str = "transformer.") -> list[Rule]:
+    """The map from Hugging Face names; run backwards for export."""
     rules = []
     for target in config.parameters():
         if target == "head.weight":
@@ -103,4 +153,8 @@ def source_name(target: str, prefix: str) -> str:
     return f"{prefix}{_NAMES[stem]}.{suffix}"
 
 
-TRANSLATORS = (Translator("gpt2", "GPT-2, NanoGPT", ("hf:GPT2LMHeadModel",), _translate),)
+def _translate(checkpoint: Checkpoint) -> Translation:
+    return _translate_gguf(checkpoint) if checkpoint.naming == "gguf" else _translate_hf(checkpoint)
+
+
+TRANSLATORS = (Translator("gpt2", "GPT-2, NanoGPT", ("gguf:gpt2", "hf:GPT2LMHeadModel"), _translate),)

@@ -108,6 +108,21 @@ def _rules(
     return rules
 
 
+def hf_rules(config: DecoderConfig) -> list[Rule]:
+    """The map from Hugging Face names; run backwards for export."""
+    return _rules(config, _HF_NAMES, "model.layers.{}", lambda part: Identity())
+
+
+def gguf_rules(config: DecoderConfig, arch: str) -> list[Rule]:
+    """The map from GGUF names of an architecture; run backwards for export."""
+    permuted = {"attn.q": config.num_heads, "attn.k": config.num_kv_heads} if arch == "llama" else {}
+
+    def transform(part: str) -> Transform:
+        return RopePermute(permuted[part]) if part in permuted else Identity()
+
+    return _rules(config, _GGUF_NAMES, "blk.{}", transform)
+
+
 def _refuse_active(settings: Settings, prefix: str, neutral: dict[str, tuple[Any, ...]], title: str) -> None:
     for key, values in neutral.items():
         value = settings.get(prefix + key)
@@ -160,7 +175,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
         sliding_window=window,
         layer_types=layer_types,
     )
-    rules = _rules(config, _HF_NAMES, "model.layers.{}", lambda part: Identity())
+    rules = hf_rules(config)
     ignored, equal = list(_HF_IGNORED), []
     if config.tied_embeddings and "lm_head.weight" in checkpoint.source:
         ignored.append(Ignored(r"lm_head\.weight", "a copy of the tied embedding"))
@@ -267,12 +282,7 @@ def _translate_gguf(checkpoint: Checkpoint) -> Translation:
     for key in meta.values:
         if key.startswith(at) and key not in known:
             notes.append(f"setting {key[:80]!r} is not known and was not considered")
-    permuted = {"attn.q": config.num_heads, "attn.k": config.num_kv_heads} if arch == "llama" else {}
-
-    def transform(part: str) -> Transform:
-        return RopePermute(permuted[part]) if part in permuted else Identity()
-
-    return Translation(config, _rules(config, _GGUF_NAMES, "blk.{}", transform), _GGUF_IGNORED, notes)
+    return Translation(config, gguf_rules(config, arch), _GGUF_IGNORED, notes)
 
 
 def _translate(checkpoint: Checkpoint) -> Translation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,8 +31,13 @@ from oazoo.translators.translator import Checkpoint, Translation, Translator, ch
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PROVENANCE = ("name", "revision", "license", "files", "uri")
+_PROVENANCE = ("name", "revision", "license", "files", "uri", "generation")
 _NO_HASH = "0" * 64
+
+
+def any_layer(name: str) -> str:
+    """A tensor's name with ``*`` for the number of its layer, so that all layers read alike."""
+    return re.sub(r"\.[0-9]+\.", ".*.", name)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Plan:
     dtype: str
     #: Files beside the weights that were read (config.json, tokenizer.json, …).
     side_files: tuple[Path, ...] = ()
+    #: What is known of the source from outside: see :func:`oazoo.translators.convert.convert`.
+    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
     owns_source: bool = field(default=False, repr=False)
 
     @property
@@ -74,7 +82,7 @@ class Plan:
 
     @cached_property
     def output_bytes(self) -> int:
-        """Exact size of the ``.oam`` file (for the same provenance)."""
+        """Exact size of the ``.oam`` file."""
         return OamWriter(
             Path("plan.oam"), config=self.oam_config({}), entries=self.entries(), assets=self.oam_assets()
         ).size
@@ -94,15 +102,15 @@ class Plan:
         """Asset name (without the prefix) → bytes."""
         return {name.removeprefix(ASSET_PREFIX): data for name, data in self.assets.files().items()}
 
-    def oam_config(self, hashes: Mapping[str, str], provenance: Mapping[str, Any] | None = None) -> OamConfig:
+    def oam_config(self, hashes: Mapping[str, str]) -> OamConfig:
         """The Config section. ``hashes`` are the SHA-256 of source files by name (zeros stand in for absent ones)."""
         config = self.config
         document: dict[str, Any] = {
             "oazoo": 1,
             "family": config.family,
             "model": config.to_json(),
-            "source": self.source_record(hashes, provenance or {}),
-            "generation": dict(self.assets.generation),
+            "source": self.source_record(hashes),
+            "generation": {**(self.provenance.get("generation") or {}), **self.assets.generation},
             "tokenizer": dict(self.assets.tokens),
             "tool": f"oazoo {_version()}",
         }
@@ -116,11 +124,9 @@ class Plan:
             payload=json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8"),
         )
 
-    def source_record(self, hashes: Mapping[str, str], provenance: Mapping[str, Any]) -> dict[str, Any]:
+    def source_record(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """Where the weights come from, without any path of this machine."""
-        unknown = sorted(set(provenance) - set(_PROVENANCE))
-        if unknown:
-            raise UsageError(f"unknown provenance {unknown[0]!r}; known: {', '.join(_PROVENANCE)}")
+        provenance = self.provenance
         source = self.checkpoint.source
         files = [
             {"name": path.name, "bytes": path.stat().st_size, "sha256": hashes.get(path.name, _NO_HASH)}
@@ -175,28 +181,37 @@ class Plan:
         }
 
     def table(self) -> Table:
-        """The plan as a table for people; ignored tensors come last, with their reason."""
+        """The plan as a table for people, the same weight of all layers on one line; ignored tensors come last."""
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=f"{self.translator.title} → {self.config.family}", title_justify="left")
+        title = f"{self.translator.title} → {self.config.family}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("target", "shape", "encoding", "source", "stored as", "transform"):
             table.add_column(heading, overflow="fold")
-        table.add_column("bytes", justify="right")
+        for heading in ("tensors", "bytes"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        groups: dict[tuple[str, ...], list[int]] = {}
         for tensor in self.tensors:
-            # Names come from the file: Text keeps them from being read as markup.
             cells = (
-                tensor.target,
+                any_layer(tensor.target),
                 "×".join(map(str, tensor.shape)),
                 tensor.encoding,
-                ", ".join(tensor.rule.sources),
+                any_layer(", ".join(tensor.rule.sources)),
                 ", ".join(dict.fromkeys(tensor.source_encodings)),
                 tensor.rule.transform.name,
-                f"{tensor.nbytes:,}",
             )
-            table.add_row(*(Text(cell) for cell in cells))
+            groups.setdefault(cells, []).append(tensor.nbytes)
+        for row, sizes in groups.items():
+            # Names come from the file: Text keeps them from being read as markup.
+            table.add_row(*map(Text, (*row, str(len(sizes)), f"{sum(sizes):,}")))
+        reasons: dict[tuple[str, str], int] = {}
         for name, reason in self.checked.ignored:
-            table.add_row("(ignored)", "", "", Text(name), "", Text(reason), "")
+            key = any_layer(name), reason
+            reasons[key] = reasons.get(key, 0) + 1
+        for (name, reason), count in reasons.items():
+            table.add_row("(ignored)", "", "", Text(name), "", Text(reason), str(count), "")
         return table
 
     def close(self) -> None:
@@ -212,7 +227,12 @@ class Plan:
 
 
 def plan(
-    source: WeightSource | Path | str, arch: str = "auto", dtype: str = "keep", *, with_tokenizer: bool = True
+    source: WeightSource | Path | str,
+    arch: str = "auto",
+    dtype: str = "keep",
+    *,
+    with_tokenizer: bool = True,
+    provenance: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan the conversion of a checkpoint.
 
@@ -223,9 +243,10 @@ def plan(
         dtype: ``"keep"``, or the dense type of every weight: ``"f32"``, ``"f16"``, ``"bf16"``. With
             ``"keep"``, Q8_0 and Q4_0 weights become Q8 and Q4 without loss, other block encodings f16.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
+        provenance: what is known of the source; see :func:`oazoo.translators.convert.convert`.
 
     Raises:
-        UsageError: an unknown ``arch`` or ``dtype``, or no such file.
+        UsageError: an unknown ``arch`` or ``dtype``, unknown provenance, or no such file.
         FormatError: a damaged file.
         TranslationError: an unsupported architecture or feature; tensors that are missing, unexpected or
             misshapen.
@@ -233,6 +254,9 @@ def plan(
     """
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype[:32]!r}; known: {', '.join(DTYPES)}")
+    unknown = sorted(set(provenance or ()) - set(_PROVENANCE))
+    if unknown:
+        raise UsageError(f"unknown provenance {unknown[0]!r}; known: {', '.join(_PROVENANCE)}")
     opened = source if isinstance(source, WeightSource) else open_source(source)
     try:
         checkpoint = open_checkpoint(opened, arch)
@@ -259,6 +283,7 @@ def plan(
             assets,
             dtype,
             side_files,
+            dict(provenance or {}),
             owns_source=opened is not source,
         )
     except BaseException:

@@ -78,6 +78,8 @@ def read_text(path: Path, what: str) -> str:
     if str(path) == "-":
         data = sys.stdin.buffer.read(_MAX_INPUT_BYTES + 1)
     else:
+        if not path.exists():
+            raise UsageError(f"{path}: no such file; {what} should be in it")
         with path.open("rb") as file:
             data = file.read(_MAX_INPUT_BYTES + 1)
     where = "standard input" if str(path) == "-" else str(path)
@@ -94,6 +96,15 @@ def decode_utf8(data: bytes, what: str) -> str:
         raise UsageError(
             f"{what} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}"
         ) from None
+
+
+def check_text(text: str, what: str) -> str:
+    """``text`` from the command line; :class:`UsageError` when its bytes were not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not UTF-8 text: character {error.start} cannot be read") from None
+    return text
 
 
 def print_stream(stream: TextStream) -> bool:
@@ -121,18 +132,24 @@ def summary(result: GenerationResult, sampled: bool) -> str:
     if t.load_s:
         parts.append(f"loaded in {format_duration(t.load_s)}")
     reused = f", {result.reused_tokens} reused" if result.reused_tokens else ""
-    parts.append(
-        f"prompt {t.prefill_tokens} tokens in {format_duration(t.prefill_s)} "
-        f"({t.prefill_tokens_per_s:.1f} tokens/s{reused})"
+    if t.prefill_tokens:
+        parts.append(
+            f"prompt {_tokens(t.prefill_tokens)} in {format_duration(t.prefill_s)} "
+            f"({t.prefill_tokens_per_s:.1f} tokens/s{reused})"
+        )
+    # The prompt's last logits give the first token: what takes time afterwards are the others.
+    speed = (
+        f" in {format_duration(t.decode_s)} ({t.decode_tokens_per_s:.1f} tokens/s)" if t.decode_tokens else ""
     )
-    speed = f" ({t.decode_tokens_per_s:.1f} tokens/s)" if t.decode_tokens else ""
-    parts.append(
-        f"answer {len(result.token_ids)} tokens in {format_duration(t.first_token_s + t.decode_s)}{speed}"
-    )
+    parts.append(f"answer {_tokens(len(result.token_ids))}{speed}")
     parts.append(f"ended by {result.finish_reason}")
     if sampled:
         parts.append(f"seed {result.seed}")
     return "; ".join(parts)
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
 
 
 def say_summary(result: GenerationResult, settings: SamplingSettings) -> None:

@@ -11,6 +11,7 @@ import click
 
 from oazoo.cli._text import (
     check_settings,
+    check_text,
     decode_utf8,
     device_option,
     load_model,
@@ -60,6 +61,7 @@ def command(
     model keeps the conversation in its cache and reads only what is new. Type /help for the commands.
     """
     given = check_settings(settings)
+    check_text(system or "", "the system message")
     source = read_text(template, "the chat template") if template is not None else None
     return run(load_model(model, device), given, system=system, template=source, special=special)
 

@@ -20,8 +20,9 @@ this::
 
 Return None for success or an int as the exit status. Raise :class:`~oazoo.errors.OazooError` for failures;
 the message is printed once on stderr as ``error: …`` and its ``exit_code`` is the exit status. An ``OSError``
-gives its path and reason, Ctrl-C exits 130, a closed pipe ends quietly, click's usage errors exit 2, and
-anything else is one line and exit 70 (a bug of ours). ``OAZOO_DEBUG=1`` adds the traceback to each.
+gives its path and reason, Ctrl-C exits 130, SIGTERM and SIGHUP unwind and exit 143 and 129, a closed pipe ends quietly,
+click's usage errors exit 2, and anything else is one line and exit 70 (a bug of ours). ``OAZOO_DEBUG=1`` adds the
+traceback to each.
 
 Output: :func:`say`, :func:`warn`, :func:`emit`, :func:`emit_json`, :func:`emit_table`,
 :func:`stdout_console`, :func:`stderr_console`. Options: :data:`json_option`, :data:`quiet_option`. Progress:
@@ -32,12 +33,17 @@ Output: :func:`say`, :func:`warn`, :func:`emit`, :func:`emit_json`, :func:`emit_
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import click
@@ -264,10 +270,16 @@ def format_duration(seconds: float) -> str:
 
 def run_and_exit(call: Callable[[], Any]) -> NoReturn:
     """Run a command line, print what went wrong, and leave the process with the right exit status."""
+    _fill_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A name or a token that the terminal's encoding lacks must not end the program.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    with _signals() as came:
+        _run(call, came)
+
+
+def _run(call: Callable[[], Any], came: Sequence[int]) -> NoReturn:
     try:
         status = call()
         sys.stdout.flush()
@@ -289,16 +301,87 @@ def run_and_exit(call: Callable[[], Any]) -> NoReturn:
             repr(os.fspath(name)) for name in (error.filename, error.filename2) if name is not None
         )
         reason = error.strerror or str(error) or type(error).__name__
+        if not paths and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = f"standard output cannot be written: {reason}"  # files have names
         _fail(f"{reason}: {paths}" if paths else reason, 1)
     except MemoryError:
         _fail("out of memory", 1)
     except Exception as error:
+        if came:  # a library has turned the interruption into an error of its own
+            _fail("interrupted", 128 + came[-1])
         detail = f"{type(error).__name__}: {error}".strip().rstrip(":")
         _fail(
             f"unexpected {detail}\nThis is a fault in oazoo. Run again with OAZOO_DEBUG=1 for the traceback.",
             INTERNAL_ERROR,
         )
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fill_standard_streams() -> None:
+    """Open the null device in place of standard streams that the caller closed.
+
+    Otherwise the next file opened would get the stream's number, and what a library prints would go into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115  # for the process's life
+            setattr(sys, name, null)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP unwind as Ctrl-C does, so that unfinished files are removed; yields the signals that came.
+
+    A signal that whoever started us wants ignored (``nohup``, a background job) stays ignored.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    def end(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(number, signal.SIG_IGN)  # the way out is not to be interrupted
+        raise SystemExit(128 + number)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for name, usual, handler in (
+            ("SIGINT", signal.default_int_handler, interrupt),
+            ("SIGTERM", signal.SIG_DFL, end),
+            ("SIGHUP", signal.SIG_DFL, end),
+        ):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) is usual:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Let Ctrl-C wait until the block is done: an extension module that is interrupted as it loads prints a traceback."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        before(signal.SIGINT, came[0])
 
 
 def _fail(message: str, status: int) -> NoReturn:

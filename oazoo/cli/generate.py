@@ -9,6 +9,7 @@ import click
 
 from oazoo.cli._text import (
     check_settings,
+    check_text,
     device_option,
     load_model,
     print_stream,
@@ -75,6 +76,7 @@ def command(
     """
     given = check_settings(settings)
     text = _prompt(prompt, prompt_file, raw)
+    check_text(system or "", "the system message")
     if raw and template is not None:
         raise UsageError("--raw and --template exclude each other: a raw prompt goes through no template")
     source = read_text(template, "the chat template") if template is not None else None
@@ -97,11 +99,17 @@ def _prompt(prompt: str | None, prompt_file: Path | None, raw: bool) -> str:
     if (prompt is None) == (prompt_file is None):
         raise UsageError("give a prompt: either -p TEXT, or -f FILE ('-f -' reads standard input)")
     if prompt_file is None:
-        return prompt or ""
-    text = read_text(prompt_file, "the prompt")
+        return check_text(_not_empty(prompt or ""), "the prompt")
+    text = _not_empty(read_text(prompt_file, "the prompt"))
     # Editors and echo end a file with a line end, which belongs to no message; a raw prompt is taken to the
     # byte.
     return text if raw else text.removesuffix("\n").removesuffix("\r")
+
+
+def _not_empty(prompt: str) -> str:
+    if not prompt:
+        raise UsageError("the prompt is empty; give some text")
+    return prompt
 
 
 def run(

@@ -77,7 +77,10 @@ def command(file: Path, tensors: bool, as_json: bool) -> None:
         )
 
 
-def _emit_section(name: str, values: dict[str, Any]) -> None:
+def _emit_section(name: str, values: Any) -> None:
+    if not isinstance(values, dict):  # a file of somebody else's may hold anything
+        emit(printable(f"{name}: {json.dumps(values, ensure_ascii=False)}"))
+        return
     emit(f"{name}:")
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -54,7 +54,7 @@ def command(as_json: bool) -> None:
         emit_json({"store": str(store.root), "models": records})
         return
     emit_table(
-        ["Model", "Parameters", "In store", "Licence", "Source"],
+        ["Model", "Parameters", "In store", "License", "Source"],
         [
             (
                 record["name"],
@@ -68,4 +68,6 @@ def command(as_json: bool) -> None:
         right=["Parameters", "In store"],
     )
     total = sum(manifest.nbytes for manifest in store.manifests())
-    say(f"store: {store.root} ({format_bytes(total)})", style="dim")
+    copies = [path.stat().st_size for path in (store.root / "converted").glob("*.oam")]
+    converted = f", and {len(copies)} converted copies of {format_bytes(sum(copies))}" if copies else ""
+    say(f"store: {store.root} ({format_bytes(total)} fetched{converted})", style="dim")

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from oazoo import __version__
-from oazoo.cli.common import quiet_option, run_and_exit
+from oazoo.cli.common import delayed_interrupt, quiet_option, run_and_exit
 
 #: Files of this folder that are not commands.
 _NOT_COMMANDS = frozenset({"main", "common"})
@@ -39,7 +39,8 @@ class LazyGroup(click.Group):
         """Import the file of one command; None for a name that has no file."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        command = importlib.import_module(f"{_PACKAGE}.{cmd_name}").command
+        with delayed_interrupt():
+            command = importlib.import_module(f"{_PACKAGE}.{cmd_name}").command
         if not isinstance(command, click.Command):
             raise TypeError(f"{_PACKAGE}.{cmd_name}.command is not a click command")
         return command

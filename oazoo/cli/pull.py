@@ -31,8 +31,8 @@ def command(model: str, as_json: bool) -> None:
     with progress_bar() as progress:
         pulled = pull(model, progress=progress, notify=say)
     how = "fetched" if pulled.fetched else "already here"
-    licence = f", licence {pulled.license}" if pulled.license else ""
-    say(f"{pulled.name}: {how}, {format_bytes(pulled.nbytes)} from {pulled.source}{licence}")
+    license = f", license {pulled.license}" if pulled.license else ""
+    say(f"{pulled.name}: {how}, {format_bytes(pulled.nbytes)} from {pulled.source}{license}")
     if as_json:
         record: dict[str, Any] = dataclasses.asdict(pulled)
         record["path"] = str(pulled.path)

@@ -16,14 +16,13 @@ from oazoo.cli.common import (
     quiet_option,
     say,
 )
+from oazoo.translators.plan import any_layer
 from oazoo.zoo.quantize import TARGETS, QuantizeReport, quantize
 
 
 @click.command()
 @click.argument("source", metavar="IN.oam", type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--output", metavar="OUT.oam", required=True, type=click.Path(path_type=Path), help="File to write."
-)
+@click.option("-o", "--output", metavar="OUT.oam", type=click.Path(path_type=Path), help="File to write.")
 @click.option("--to", required=True, type=click.Choice(TARGETS), help="q4: 5.0 bits a weight; q8: 9.0.")
 @click.option(
     "--keep", multiple=True, metavar="PATTERN", help="Leave tensors dense whose names match (shell style)."
@@ -39,7 +38,7 @@ from oazoo.zoo.quantize import TARGETS, QuantizeReport, quantize
 @quiet_option
 def command(
     source: Path,
-    output: Path,
+    output: Path | None,
     to: str,
     keep: tuple[str, ...],
     allow_nonfinite: bool,
@@ -52,6 +51,8 @@ def command(
     The packing kernels run on the Vulkan device (OAZOO_DEVICE); the bits are the same on every device and are those of
     the format's own encoder. Everything else in the file is carried over; the optimizer's state is dropped.
     """
+    if output is None and not dry_run:
+        raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
     with progress_bar() as progress:
         report = quantize(
             source,
@@ -85,23 +86,27 @@ def command(
 
 
 def _show_plan(report: QuantizeReport) -> None:
+    """The plan, the same tensor of all layers on one line."""
+    groups: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for t in report.tensors:
+        shape = "×".join(map(str, t.shape)) or "scalar"
+        key = (any_layer(t.name), shape, t.source, t.target, t.reason)
+        groups.setdefault(key, []).append((t.bytes_before, t.bytes_after))
     rows = [
         (
-            t.name,
-            "×".join(map(str, t.shape)) or "scalar",
-            t.source,
-            t.target,
-            format_bytes(t.bytes_before),
-            format_bytes(t.bytes_after),
-            t.reason,
+            name,
+            shape,
+            source,
+            target,
+            len(sizes),
+            *(format_bytes(sum(s)) for s in zip(*sizes, strict=True)),
+            reason,
         )
-        for t in report.tensors
+        for (name, shape, source, target, reason), sizes in groups.items()
     ]
     emit_table(
-        ["tensor", "shape", "from", "to", "before", "after", "kept because"],
+        ["tensor", "shape", "from", "to", "tensors", "before", "after", "kept because"],
         rows,
-        right=["before", "after"],
+        right=["tensors", "before", "after"],
     )
-    say(
-        f"{report.source}: {report.source_bytes:,} bytes → {report.output}: {report.output_bytes:,} bytes; not written"
-    )
+    say(f"{report.source_bytes:,} bytes would become {report.output_bytes:,}; nothing was written")

@@ -86,7 +86,7 @@ def _print_card(card: Card) -> None:
     emit_table(
         ["Card", ""],
         [
-            ("licence", card.license),
+            ("license", card.license),
             ("languages", ", ".join(card.language)),
             ("base model", card.base_model or ""),
             ("architecture", card.architecture),
@@ -108,7 +108,7 @@ def _print_stored(manifest: Manifest, store: Store) -> None:
             ("path", store.entry_of(manifest)),
             ("source", source_text(manifest)),
             ("revision", manifest.revision or "not stated"),
-            ("licence", manifest.license or "not stated"),
+            ("license", manifest.license or "not stated"),
             ("pulled", manifest.pulled),
             *([("wheel sha256", manifest.archive_sha256)] if manifest.archive_sha256 else []),
         ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from oazoo.cli.common import emit, emit_json, format_bytes, json_option, printable, progress_bar, quiet_option
+from oazoo.errors import FormatError
 from oazoo.zoo.verify import verify
 
 
@@ -20,8 +21,13 @@ def command(file: Path, as_json: bool) -> None:
 
     Exit status 0 when all is well, 1 with the first fault when the file is broken.
     """
-    with progress_bar() as progress:
-        found = verify(file, progress)
+    try:
+        with progress_bar() as progress:
+            found = verify(file, progress)
+    except FormatError as error:
+        if as_json:
+            emit_json({"path": str(file), "ok": False, "error": str(error)})
+        raise
     if as_json:
         emit_json({**asdict(found), "ok": True})
         return

@@ -106,7 +106,11 @@ class SamplingSettings:
 def _number(
     name: str, value: Any, low: float, high: float | None, hint: str = "", *, above: bool = False
 ) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = (
+        isinstance(value, (int, float, np.integer, np.floating))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
     ok = ok and (value > low if above else value >= low) and (high is None or value <= high)
     if not ok:
         bounds = f"{'above' if above else 'at least'} {low:g}" + (
@@ -212,7 +216,11 @@ def _penalize(scores: npt.NDArray[np.float64], history: Sequence[int], settings:
     seen = np.unique(np.asarray(recent, dtype=np.int64))
     seen = seen[(seen >= 0) & (seen < len(scores))]
     values = scores[seen]
-    scores[seen] = np.where(values > 0, values / settings.repeat_penalty, values * settings.repeat_penalty)
+    with np.errstate(over="ignore"):
+        penalized = np.where(values > 0, values / settings.repeat_penalty, values * settings.repeat_penalty)
+    # An extreme penalty must not make infinities, whose difference is no number.
+    limit = np.finfo(np.float64).max
+    scores[seen] = np.clip(penalized, -limit, limit)
 
 
 class NonFiniteLogitsError(GenerationError):

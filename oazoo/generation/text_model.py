@@ -25,6 +25,21 @@ DEFAULT_MAX_TOKENS = 512
 Messages = Sequence[Mapping[str, Any]]
 
 
+def _listed_ids(ids: Any) -> Sequence[Any]:
+    """The end tokens as a list, which a file may give as one id, as a list, or not at all."""
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple, set, frozenset)) else (ids,)
+
+
+def _array(ids: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Token ids as an array; :class:`UsageError` for rows of unequal lengths."""
+    try:
+        return np.asarray(ids)
+    except ValueError:
+        raise UsageError("token ids must be a list, or rows of equal lengths") from None
+
+
 class TextModel:
     """A model that takes and gives text.
 
@@ -54,8 +69,8 @@ class TextModel:
         self.info = dict(info or {})
         self._tokenizer = tokenizer
         own = tokenizer.eos_ids if tokenizer is not None else ()
-        listed = self.generation.get("eos_ids") or ()
-        self.eos_ids: frozenset[int] = frozenset(own).union([listed] if isinstance(listed, int) else listed)
+        listed = (i for i in _listed_ids(self.generation.get("eos_ids")) if isinstance(i, int))
+        self.eos_ids: frozenset[int] = frozenset(own).union(listed)
         self._tokens = {k: v for k, v in (tokens or {}).items() if isinstance(v, str)}
         self._template_source = chat_template
         self._template: ChatTemplate | None = None
@@ -80,7 +95,7 @@ class TextModel:
             tokenizer = Tokenizer(
                 assets["tokenizer.json"],
                 bos_id=settings.get("bos_id"),
-                eos_ids=settings.get("eos_ids") or (),
+                eos_ids=_listed_ids(settings.get("eos_ids")),
                 add_bos=settings.get("add_bos"),
             )
         if "chat_template.jinja" in assets:
@@ -165,10 +180,14 @@ class TextModel:
         tokenizer = self.tokenizer
         plain = PlainText(tokenizer.special_tokens if not allow_special else ())
         hidden = [{**message, "content": plain.hide(message["content"])} for message in checked]
-        text = template.render(hidden, add_generation_prompt=add_generation_prompt)
         authors = ("assistant",) if allow_special else ROLES
         said = (tokenizer.control_tokens_in(m["content"]) for m in checked if m["role"] in authors)
-        tokenizer.check_special(text, ignore=set().union(*said))
+        ignored: set[str] = set().union(*said)
+        for message in checked if allow_special else ():
+            # Before the template has put its own text around it, so that the place told is one in the message.
+            tokenizer.check_special(message["content"], ignore=ignored)
+        text = template.render(hidden, add_generation_prompt=add_generation_prompt)
+        tokenizer.check_special(text, ignore=ignored)
         return plain.encode(text, tokenizer)
 
     def encode_text(self, text: str, *, allow_special: bool = True) -> list[int]:
@@ -200,6 +219,8 @@ class TextModel:
             raise UsageError("give exactly one of a prompt, messages and ids")
         if ids is not None:
             return self._checked(ids), True
+        if prompt is not None and not isinstance(prompt, str):
+            raise UsageError(f"a prompt must be a str, not {type(prompt).__name__}")
         template = template or (None if raw else self.chat_template)
         if messages is None and (raw or template is None):
             if system is not None:
@@ -218,8 +239,12 @@ class TextModel:
         return self._checked(chosen), False
 
     def _checked(self, ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
-        array = np.asarray(ids)
-        if array.ndim != 1 or not array.size:
+        array = _array(ids)
+        if array.ndim != 1:
+            raise UsageError(
+                f"token ids must be one list of integers; these have the shape {list(array.shape)}"
+            )
+        if not array.size:
             raise GenerationError("the prompt is empty: it has no tokens")
         if array.dtype.kind not in "iu":
             raise UsageError(f"token ids must be integers, not {array.dtype}")
@@ -244,7 +269,7 @@ class TextModel:
         ids: Sequence[int] | None = None,
         system: str | None = None,
         raw: bool = False,
-        template: ChatTemplate | None = None,
+        template: ChatTemplate | str | None = None,
         allow_special: bool = True,
         **settings: Any,
     ) -> TextStream:
@@ -260,7 +285,7 @@ class TextModel:
             ids=ids,
             system=system,
             raw=raw,
-            template=template,
+            template=self.make_template(template) if isinstance(template, str) else template,
             allow_special=allow_special,
         )
         max_tokens = self.room_for(len(chosen), made.max_tokens)
@@ -275,7 +300,7 @@ class TextModel:
         ids: Sequence[int] | None = None,
         system: str | None = None,
         raw: bool = False,
-        template: ChatTemplate | None = None,
+        template: ChatTemplate | str | None = None,
         allow_special: bool = True,
         **settings: Any,
     ) -> GenerationResult:
@@ -283,8 +308,9 @@ class TextModel:
 
         ``prompt`` is a user's message if the model has a chat template (or ``template`` is given); else, or
         with ``raw``, a text to continue. In its place: ``messages``, a list of ``{"role": …, "content": …}``,
-        or token ``ids``. ``system`` is put before the conversation. ``allow_special=False`` reads names of
-        control tokens in a raw prompt as plain text. ``settings`` are those of :class:`SamplingSettings`.
+        or token ``ids``. ``system`` is put before the conversation. ``template`` replaces the model's own (a text:
+        its jinja2 source). ``allow_special=False`` reads names of control tokens in a raw prompt as plain text.
+        ``settings`` are those of :class:`SamplingSettings`.
 
         Raises :class:`GenerationError` (an empty prompt, one too long for the context, logits that are not
         finite), :class:`TokenizerError` (no tokenizer or template, an unknown special token) or
@@ -357,7 +383,7 @@ class TextModel:
 
         Each row is a sequence of its own that starts at position 0.
         """
-        array = np.asarray(ids)
+        array = _array(ids)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
             raise UsageError(
                 f"ids must be whole numbers of shape [tokens] or [batch, tokens] and not empty; these are {array.dtype} "

@@ -108,6 +108,10 @@ class CausalModel(Module):
             )
         return DeviceSession(self, max_tokens)
 
+    def close(self) -> None:
+        """Give the weights' device memory back; the model cannot be used afterwards, its open sessions neither."""
+        self.load(_released)
+
     def logits(self, ids: npt.ArrayLike) -> Logits:
         """Logits after each token.
 
@@ -133,6 +137,10 @@ class CausalModel(Module):
             session.all_logits(row.astype(np.int32), result[i])
             session.close()
         return result.reshape(*array.shape, self.vocab_size)
+
+
+def _released(name: str, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return ()
 
 
 def check_ids(ids: npt.NDArray[np.integer], vocab_size: int) -> None:

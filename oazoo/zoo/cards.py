@@ -9,6 +9,7 @@ A card is a Hugging Face model card (``license``, ``language``, ``base_model`` â
       context_length: 8192
       tokenizer: {kind: byte-level BPE, vocabulary_size: 49152}
       prompt_format: chatml
+      generation: {temperature: 0.2, top_p: 0.9}  # optional: what its authors recommend
       sources:                                  # tried in this order
         - ref: hf:org/name                      # files: stated by the Hub, checked against it
         - ref: pypi:name==1.0
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -36,6 +39,7 @@ from oazoo.errors import FormatError, UsageError
 from oazoo.zoo.refs import CardRef, HubRef, LocalRef, UrlRef, WheelRef, check_relative, parse_ref
 
 _MAX_CARD_BYTES = 1 << 20
+_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -80,6 +84,7 @@ class Card:
     context_length: int
     tokenizer: CardTokenizer
     prompt_format: str
+    generation: Mapping[str, float]
     sources: tuple[CardSource, ...]
     text: str
     front_matter: dict[str, Any] = field(repr=False, hash=False, compare=False)
@@ -172,6 +177,7 @@ def parse_card(name: str, content: bytes) -> Card:
         context_length=block.positive("context_length"),
         tokenizer=CardTokenizer(tokenizer.take("kind", str), tokenizer.positive("vocabulary_size")),
         prompt_format=block.take("prompt_format", str),
+        generation=_generation(f"{where}, oazoo.generation", block.take("generation", dict, {})),
         sources=tuple(
             _source(f"{where}, oazoo.sources[{index}]", item)
             for index, item in enumerate(block.take("sources", list))
@@ -187,6 +193,16 @@ def parse_card(name: str, content: bytes) -> Card:
     if not card.sources:
         raise FormatError(f"{where}: oazoo.sources is empty")
     return card
+
+
+def _generation(where: str, value: dict[Any, Any]) -> Mapping[str, float]:
+    """Sampling defaults: numbers under the names that :class:`oazoo.generation.SamplingSettings` has."""
+    for name, number in value.items():
+        if name not in _GENERATION:
+            raise FormatError(f"{where}: {name!r} is none of {', '.join(_GENERATION)}")
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise FormatError(f"{where}: {name} must be a number")
+    return MappingProxyType(dict(value))
 
 
 def _source(where: str, value: object) -> CardSource:

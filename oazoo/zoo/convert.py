@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from oazoo.formats.atomic import check_not_input
 from oazoo.translators.convert import ConversionReport, Progress
 from oazoo.translators.convert import convert as translate
 from oazoo.translators.plan import Plan, plan
+from oazoo.zoo.cards import load_card
 from oazoo.zoo.pull import PulledModel, pull
 
 
@@ -22,6 +24,8 @@ def provenance_of(pulled: PulledModel) -> dict[str, Any]:
             "revision": pulled.revision,
             "license": pulled.license,
         }
+    if pulled.card is not None:
+        known["generation"] = dict(load_card(pulled.card).generation)
     return {key: value for key, value in known.items() if value is not None}
 
 
@@ -53,6 +57,7 @@ def convert(
         OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind.
     """
     pulled = fetch(source, progress, notify)
+    check_not_input(output, pulled.files)
     return translate(
         pulled.path,
         output,
@@ -75,7 +80,8 @@ def plan_conversion(
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """The checked plan of a conversion, for ``--dry-run``; close it."""
-    return plan(fetch(source, progress, notify).path, arch, dtype, with_tokenizer=with_tokenizer)
+    pulled = fetch(source, progress, notify)
+    return plan(pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled))
 
 
 def fetch(
@@ -85,4 +91,4 @@ def fetch(
     options: dict[str, Any] = {"notify": notify}
     if progress is not None:
         options["progress"] = progress
-    return pull(str(source), **options)
+    return pull(source, **options)

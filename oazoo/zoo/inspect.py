@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oazoo.formats.detect import open_source
+from oazoo.errors import OazooError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import WeightSource
+from oazoo.translators.settings import read_json
+from oazoo.zoo.files import open_file
 
 #: Lists and texts in the metadata are shown up to this many items or characters; a tokenizer's vocabulary is not a summary.
 _MAX_ITEMS = 16
@@ -19,14 +21,15 @@ def inspect(path: str | Path) -> dict[str, Any]:
     """Describe a model file.
 
     Returns:
-        Plain data: ``format``, ``files`` with sizes, ``config`` and ``source`` (provenance) where the container has them,
+        Plain data: ``format``, ``files`` with sizes, ``config`` (SafeTensors: the config.json beside it) and
+        ``source`` (provenance) where there are such,
         ``metadata``, ``tensors`` (name, shape, encoding, bytes), ``encodings`` (tensors, elements and bytes of each),
         ``elements``, ``tensor_bytes``, and for an `.oam` its version, sections' values and assets.
 
     Raises:
         FormatError: the file is damaged or of no supported container.
     """
-    with open_source(path) as source:
+    with open_file(path) as source:
         return describe(source)
 
 
@@ -60,6 +63,12 @@ def describe(source: WeightSource) -> dict[str, Any]:
         result |= _describe_oam(source)
     else:
         result["metadata"] = _shorten(source.metadata)
+        beside = source.path.parent / "config.json"
+        if source.format == "safetensors" and beside.is_file():
+            try:
+                result["config"] = _shorten(read_json(beside))
+            except OazooError as error:  # the weights can be looked at all the same
+                result["config"] = f"cannot be read: {error}"
     return result
 
 

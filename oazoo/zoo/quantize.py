@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from oazoo import __version__
 from oazoo.errors import FormatError, OazooError, UsageError
-from oazoo.formats.atomic import check_output
-from oazoo.formats.detect import open_source
+from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
+from oazoo.zoo.files import open_file
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device
+    from oazoo.runtime.ops.pack import Packer
 
 TARGETS = ("q4", "q8")
 #: Dense types that are packed; anything else of rank 2 or more stays as it is and is listed.
 _PACKED_TYPES = ("f32", "f16", "bf16")
+_KEPT = "asked to keep"
 #: Elements that go through the device at a time: whole blocks, 16 MB of f32.
 CHUNK_ELEMENTS = 4 << 20
 
@@ -68,54 +70,47 @@ class QuantizeReport:
     @property
     def packed_bytes(self) -> int:
         """Bytes of dense values that went through the packing kernels."""
-        return sum(t.bytes_before for t in self.tensors if t.target == self.target)
+        return sum(t.bytes_before for t in self.tensors if not t.reason)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
         rows = [{**t.__dict__, "shape": list(t.shape)} for t in self.tensors]
-        return {**self.__dict__, "tensors": rows, "dropped": list(self.dropped)}
+        return {
+            **self.__dict__,
+            "packed_bytes": self.packed_bytes,
+            "tensors": rows,
+            "dropped": list(self.dropped),
+        }
 
 
 @dataclass
 class _Work:
-    source: OamSource
-    target: str
-    device: Device
+    packer: Packer
+    chunk: int
     allow_nonfinite: bool
     progress: Progress | None
     total: int
-    done: int = field(default=0)
+    done: int = 0
 
     def stream(self, tensor: SourceTensor) -> Iterator[npt.NDArray[Any]]:
         """The packed bytes of a tensor: its codes piece by piece, then its scales."""
-        from oazoo.runtime import Tensor
-        from oazoo.runtime.ops.pack import pack
-
         scales = []
-        chunk_elements = min(CHUNK_ELEMENTS, self.device.allocator.max_buffer_bytes // 8 // 32 * 32)
         start = 0
-        for chunk in tensor.chunks(max(32, chunk_elements)):
-            if not self.allow_nonfinite:
-                _refuse_nonfinite(tensor.info.name, chunk, start)
+        for chunk in tensor.chunks(self.chunk):
+            codes, scale, odd = self.packer(chunk)
+            if odd.count and not self.allow_nonfinite:
+                raise FormatError(
+                    f"tensor {tensor.info.name!r} holds values that are not finite: {odd.count} from element "
+                    f"{start + odd.first} on ({chunk[odd.first]}); they would be packed as 0. Mend the source, or allow it "
+                    "(--allow-nonfinite)"
+                )
             start += chunk.size
-            codes, scale = pack(Tensor.from_numpy(self.device, chunk), self.target).planes()
-            yield codes.numpy()
-            scales.append(scale.numpy())
+            yield codes
+            scales.append(scale)
             self.done += chunk.nbytes
             if self.progress is not None:
                 self.progress("packing", self.done, self.total)
         yield from scales
-
-
-def _refuse_nonfinite(name: str, chunk: npt.NDArray[Any], start: int) -> None:
-    finite = np.isfinite(chunk)
-    if not finite.all():
-        first = int(np.argmin(finite))
-        raise FormatError(
-            f"tensor {name!r} holds values that are not finite: {int(chunk.size - finite.sum())} from element "
-            f"{start + first} on ({chunk[first]}); they would be packed as 0. Mend the source, or allow it "
-            "(--allow-nonfinite)"
-        )
 
 
 def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[TensorQuantization]:
@@ -137,6 +132,8 @@ def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[Tenso
                 f"--keep {pattern!r} matches no tensor of {source.path}; `oazoo inspect` lists them"
             )
     steps = [_plan_tensor(tensor, target, keep) for tensor in source.values()]
+    if any(step.reason == _KEPT for step in steps) and all(step.reason for step in steps):
+        raise UsageError(f"--keep leaves nothing in {source.path} that would be packed")
     already = [step for step in steps if step.source in TARGETS]
     if already and all(step.reason for step in steps):
         raise FormatError(
@@ -153,7 +150,7 @@ def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> Tens
     info = tensor.info
     reason = ""
     if any(fnmatchcase(info.name, pattern) for pattern in keep):
-        reason = "asked to keep"
+        reason = _KEPT
     elif info.encoding in TARGETS:
         reason = f"already {info.encoding}"
     elif len(info.shape) < 2:
@@ -169,7 +166,7 @@ def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> Tens
 
 def quantize(
     source: str | Path,
-    output: str | Path,
+    output: str | Path | None,
     to: str,
     *,
     keep: Sequence[str] = (),
@@ -186,7 +183,7 @@ def quantize(
 
     Args:
         source: an `.oam` file with dense weights.
-        output: the file to write.
+        output: the file to write; may be None for a dry run.
         to: ``q4`` (5 bits a weight with its scale) or ``q8`` (9 bits).
         keep: shell-style patterns of tensor names to leave dense.
         allow_nonfinite: pack NaN and infinities as 0 instead of refusing them.
@@ -200,15 +197,21 @@ def quantize(
         FormatError: the source is damaged, quantised already, not an `.oam`, or holds non-finite values.
         DeviceError: no usable device, or out of its memory.
     """
-    with open_source(source) as opened:
+    if isinstance(keep, str):
+        keep = [keep]
+    with open_file(source) as opened:
         if not isinstance(opened, OamSource):
             raise FormatError(
                 f"{source} is a {opened.format} file; quantize packs .oam files: oazoo convert {source} -o MODEL.oam"
             )
         steps = plan(opened, to, keep)
-        if not any(step.target == to and not step.reason for step in steps):
+        if all(step.reason for step in steps):
             raise UsageError(f"nothing in {source} would be packed; `oazoo inspect` lists its tensors")
-        check_output(output, overwrite=overwrite)
+        if output is not None:
+            check_not_input(output, [opened.path])
+            check_output(output, overwrite=overwrite)
+        elif not dry_run:
+            raise UsageError("say where to write: only a dry run needs no output")
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
         entries += [
             OamEntry(name, t.info.shape, t.info.encoding, "state")
@@ -216,7 +219,7 @@ def quantize(
             if name != CARRIED_ASSET
         ]
         writer = OamWriter(
-            output,
+            output or "plan.oam",
             config=replace(opened.config, payload=_payload(opened, to, keep)),
             entries=entries,
             progress=opened.progress,
@@ -225,7 +228,7 @@ def quantize(
         dropped = ("the optimizer's state",) if opened.optimizer is not None else ()
         report = QuantizeReport(
             source=str(source),
-            output=str(output),
+            output="" if output is None else str(output),
             target=to,
             tensors=tuple(steps),
             source_bytes=opened.path.stat().st_size,
@@ -244,11 +247,16 @@ def _run(
     device: Device | None,
 ) -> QuantizeReport:
     from oazoo.runtime import get_device
+    from oazoo.runtime.ops.pack import Packer
 
     start = time.perf_counter()
-    work = _Work(
-        source, report.target, device or get_device(), allow_nonfinite, progress, report.packed_bytes
-    )
+    device = device or get_device()
+    largest = max(prod(step.shape) for step in report.tensors if not step.reason)
+    # Whole blocks; no more than a buffer holds as f32, and no more than there is to pack.
+    chunk = min(CHUNK_ELEMENTS, device.allocator.max_buffer_bytes // 4, -(-largest // 32) * 32)
+    chunk = max(32, chunk // 32 * 32)
+    packer = Packer(device, report.target, chunk)
+    work = _Work(packer, chunk, allow_nonfinite, progress, report.packed_bytes)
     with writer:
         for step in report.tensors:
             tensor = source[step.name]
@@ -261,7 +269,7 @@ def _run(
         for name, state in source.state.items():
             if name != CARRIED_ASSET:
                 writer.write(name, state.raw())
-    return replace(report, device=work.device.info.name, seconds=time.perf_counter() - start)
+    return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
 
 
 def _payload(source: OamSource, target: str, keep: Sequence[str]) -> bytes:

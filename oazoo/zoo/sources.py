@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oazoo.errors import FormatError, PullError
+from oazoo.formats.mapped import open_regular
 from oazoo.zoo.cards import CardSource
 from oazoo.zoo.download import Progress
 from oazoo.zoo.refs import HubRef, WheelRef
@@ -98,7 +99,7 @@ def refuse_pickle(path: Path) -> None:
     Recognised are bare pickles (protocol 2 and up) and PyTorch's zip archives with a pickle inside. Such an archive may stay
     if it holds nothing but tensors and plain values, which :mod:`oazoo.formats.torch_zip` reads without running it.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(4)
     pickled = len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5
     if head == b"PK\x03\x04":

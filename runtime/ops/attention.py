@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from math import sqrt
 
-from oazoo.runtime.ops.common import eight_lanes, require, require_dense
+from oazoo.runtime.ops.common import eight_lanes, grid, require, require_dense
 from oazoo.runtime.tensor import Tensor
 
 #: Head widths that the kernels for CPU devices are compiled for, and the widest that the general one holds.
 LANES_HEAD_DIMS = (32, 64, 128)
 MAX_HEAD_DIM = 256
+#: split: cache rows that are worth a workgroup, the most parts of a query's cache, and workgroups that fill any GPU.
+_PART_ROWS, _MAX_PARTS, _ENOUGH_GROUPS = 128, 32, 1024
+#: group: multiply-adds of one run over many rows and a long cache, which must not look hung to a driver's watchdog.
+_RUN_WORK = 1 << 35
 
 
 def rope_and_cache(
@@ -73,7 +77,8 @@ def attention(
         start: i32 [1], position of the first query.
         heads: query heads, a multiple of kv_heads.
         window: positions that a query sees, its own included; None for all.
-        variant: ``lanes`` (8-lane CPU devices, some head widths) or ``group``; the best that fits if None.
+        variant: ``lanes`` (8-lane CPU devices, some head widths), ``group``, or ``split`` (the cache of a query shared out
+            among workgroups); the best that fits if None.
 
     Returns:
         f32 [tokens, heads · head_dim].
@@ -93,17 +98,38 @@ def attention(
     )
     # The lanes kernel reads rows of q in 64-bit words.
     fast = head_dim in LANES_HEAD_DIMS and stride % 2 == 0 and q.address % 8 == 0 and eight_lanes(q.device)
-    variant = variant or ("lanes" if fast else "group")
-    require(variant in ("lanes", "group"), op, f"there is no variant {variant!r}; there are lanes and group")
-    require(fast or variant == "group", op, "the lanes variant suits neither this device nor these tensors")
+    parts = _parts(tokens * heads, min(capacity, window or capacity))
+    variant = variant or ("lanes" if fast else "split" if parts > 1 else "group")
+    known = ("lanes", "group", "split")
+    require(variant in known, op, f"there is no variant {variant!r}; there are {', '.join(known)}")
+    require(fast or variant != "lanes", op, "the lanes variant suits neither this device nor these tensors")
+    require(keys.address % 16 == 0, op, "keys must start at a multiple of 16 bytes")
     y = Tensor.empty(q.device, (tokens, heads * head_dim))
     if variant == "lanes":
-        name = f"attention_lanes_{head_dim}"
         groups = (kv_heads, -(-tokens * (heads // kv_heads) // 8), 1)
+        _run(f"attention_lanes_{head_dim}", groups, q, None, start, keys, values, y, heads, window)
+    elif variant == "group":
+        row_work = 2 * heads * head_dim * min(capacity, window or capacity)
+        rows = max(1, _RUN_WORK // row_work)
+        for first in range(0, tokens, rows):
+            stop = min(first + rows, tokens)
+            some, out = q.rows(first, stop), y.rows(first, stop)
+            groups = (heads, stop - first, 1)
+            _run("attention_group", groups, some, None, start, keys, values, out, heads, window, first)
     else:
-        name, groups = "attention_group", (heads, tokens, 1)
-    _run(name, groups, q, None, start, keys, values, y, heads, window)
+        found = Tensor.empty(q.device, (tokens * heads, parts, head_dim + 2))
+        _run("attention_part", (heads, tokens, parts), q, None, start, keys, values, found, heads, window)
+        rows = tokens * heads
+        groups = grid(rows)
+        q.device.kernel("attention_join").dispatch(
+            groups, {"x": found}, {"y": y}, head_dim=head_dim, parts=parts, columns=groups[0], rows=rows
+        )
     return y
+
+
+def _parts(queries: int, visible: int) -> int:
+    """Workgroups that share the cache of a query: as many as the cache is worth and the device needs."""
+    return max(1, min(-(-visible // _PART_ROWS), _MAX_PARTS, _ENOUGH_GROUPS // max(1, queries)))
 
 
 def rotary_attention(
@@ -127,7 +153,8 @@ def rotary_attention(
         values: the same.
         heads: query heads, a multiple of kv_heads.
         window: positions that a query sees, its own included; None for all.
-        variant: ``step`` (the single run), ``lanes`` or ``group`` (two); the best that fits if None.
+        variant: ``step`` (the single run), or one of :func:`attention` after a run for rotation and cache; the best
+            that fits if None.
 
     Returns:
         f32 [tokens, heads · head_dim].
@@ -165,6 +192,7 @@ def _run(
     y: Tensor,
     heads: int,
     window: int | None,
+    first: int = 0,
 ) -> None:
     kv_heads, capacity, head_dim = keys.shape
     cache = {"keys": keys, "values": values}
@@ -173,6 +201,8 @@ def _run(
         groups,
         {"q": q, "table": table, "start": start, **({} if written else cache)},
         {"y": y, **(cache if written else {})},
+        # How much of the cache is filled is only known on the device: count all that may be seen.
+        work=2 * q.shape[0] * heads * head_dim * min(capacity, window or capacity),
         tokens=q.shape[0],
         heads=heads,
         kv_heads=kv_heads,
@@ -182,4 +212,6 @@ def _run(
         window=window or 0,
         scale=1 / sqrt(head_dim),
         rotate=int(table is not None),
+        parts=groups[2],
+        first=first,
     )

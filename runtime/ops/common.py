@@ -41,10 +41,7 @@ def portable_only() -> bool:
 
 def eight_lanes(device: Device) -> bool:
     """Whether the kernels written for CPU devices fit: subgroups of exactly 8 lanes, and 64-bit integers to load with."""
-    info = device.info
-    if portable_only():
-        return False
-    return info.is_software and info.subgroup_size == 8 and "shaderInt64" in info.features
+    return lanes(device) == "wave8" and "shaderInt64" in device.info.features
 
 
 def lanes(device: Device) -> str:
@@ -53,7 +50,8 @@ def lanes(device: Device) -> str:
     Subgroups of the processor drivers have a fixed size; those of GPUs may vary between kernels, and only shared memory is
     right whatever it turns out to be.
     """
-    fits = device.info.is_software and device.info.subgroup_size == 8 and not portable_only()
+    info = device.info
+    fits = info.is_software and info.subgroup_size == 8 and info.subgroup_exchange and not portable_only()
     return "wave8" if fits else "group32"
 
 

@@ -31,15 +31,18 @@ def embedding(
     require_dense(ids, op, "ids", "i32", -1)
     require((positions is None) == (start is None), op, "positions and start go together")
     parts = [table] if isinstance(table, Tensor) else list(table)
+    require(len(parts) > 0, op, "the table has no tensors: it is not loaded, or was given back")
     encoding = parts[0].dtype
     for part in parts:
         fits = len(part.shape) == 2 and part.shape[1] == parts[0].shape[-1] and part.dtype == encoding
         require(fits, op, f"the table's parts must be {encoding}[any, {parts[0].shape[-1]}], not {part!r}")
+        require(part.address % 4 == 0, op, "the table must start at a multiple of 4 bytes")
         require(part.numel <= MAX_ELEMENTS, op, "the table has more elements than one run can address")
     width = parts[0].shape[1]
     if positions is not None:
         same = positions.dtype == encoding and len(positions.shape) == 2 and positions.shape[1] == width
         require(same, op, f"positions must be {encoding}[any, {width}], not {positions!r}")
+        require(positions.address % 4 == 0, op, "positions must start at a multiple of 4 bytes")
     tokens = ids.shape[0]
     y = Tensor.empty(ids.device, (tokens, width))
     kernel = ids.device.kernel(f"embedding_{encoding}")

@@ -207,13 +207,18 @@ def _run(
     three_biases: list[Tensor | None] = [*biases, None, None][:3]
     outputs = [0 if w is None else w.shape[0] for w in three]
     tiles = -(-outputs[0] // width) if form == "gated" else sum(-(-n // width) for n in outputs)
-    if row_groups > device.info.max_groups[1]:
+    # Workgroups along x run first: on processors all rows of a tile of weights, which then stays in the nearest cache
+    # instead of coming from memory once for every 8 rows.
+    limits = device.info.max_groups[:2]
+    tile_limit, row_limit = limits[::-1] if variant == "lanes" else limits
+    if row_groups > row_limit:
         raise DeviceError(
             f"{form}: {rows:,} rows are too many for one run on this device: give fewer at a time"
         )
-    for first in range(0, tiles, device.info.max_groups[0]):
+    for first in range(0, tiles, tile_limit):
+        some_tiles = min(tiles - first, tile_limit)
         kernel.dispatch(
-            (min(tiles - first, device.info.max_groups[0]), row_groups, 1),
+            (row_groups, some_tiles, 1) if variant == "lanes" else (some_tiles, row_groups, 1),
             {
                 "x": x,
                 "norm": norm,
@@ -226,6 +231,7 @@ def _run(
                 "residual": residual,
             },
             {"y": y},
+            work=rows * inputs * min(width * tile_limit, sum(outputs)),
             k=inputs,
             rows=rows,
             n0=outputs[0],

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from oazoo.errors import OutputError, UsageError
-from oazoo.formats.atomic import atomic_file, check_output, write_atomically
+from oazoo.formats.atomic import AtomicFile, atomic_file, check_output, write_atomically
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.safetensors_writer import write_safetensors
@@ -187,3 +189,30 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
     assert target.read_bytes() == b"old"
     write_atomically(target, b"new", overwrite=True)
     assert target.read_bytes() == b"new"
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    """A writer that was killed leaves its temporary; the next write removes it, but not one whose writer lives."""
+    code = (
+        "import os, signal, sys\n"
+        "from oazoo.formats.atomic import AtomicFile\n"
+        "file = AtomicFile(sys.argv[1])\n"
+        "file.file.write(b'half')\n"
+        "file.file.flush()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], check=False)
+    (left,) = tmp_path.glob(".oazoo-*.partial")
+    living = AtomicFile(tmp_path / "living")
+    living.file.write(b"going on")
+    foreign = tmp_path / ".oazoo-notes.txt"
+    foreign.write_text("mine")
+    assert left.exists()  # too young to be judged
+    old = time.time() - 3600
+    for path in tmp_path.glob(".oazoo-*"):
+        os.utime(path, (old, old))
+    write_atomically(tmp_path / "next", b"whole")
+    assert not left.exists()
+    living.commit()
+    assert (tmp_path / "living").read_bytes() == b"going on"
+    assert foreign.exists()

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from oazoo.cli import chat, generate
+from oazoo.cli._text import summary
 from oazoo.errors import GenerationError, OazooError, TokenizerError, UsageError
-from oazoo.generation import TextModel
+from oazoo.generation import GenerationResult, TextModel
+from oazoo.generation.result import Timings
 from oazoo.text import Tokenizer
 
 Recite = Callable[..., Any]
@@ -90,6 +92,30 @@ def test_an_interruption_prints_what_there_is_and_exits_130(
         assert model.model.sessions[-1].closed == 1  # type: ignore[attr-defined]
 
 
+def test_an_interruption_before_the_first_token_tells_no_speeds(
+    recite: Recite, tokenizer: Tokenizer, capsys: Capture
+) -> None:
+    model = reciter(recite, tokenizer, ", the end")
+    model.model.fail_at = 1  # type: ignore[attr-defined]
+    model.model.failure = KeyboardInterrupt()  # type: ignore[attr-defined]
+    assert generate.run(model, "Hello", {"temperature": 0.0}) == 130
+    assert capsys.readouterr().err == "answer 0 tokens; ended by cancelled\n"
+
+
+def test_times_and_speeds_of_the_summary_agree() -> None:
+    timings = Timings(
+        prefill_tokens=37, prefill_s=2.0, first_token_s=2.1, decode_tokens=63, decode_s=7.0, load_s=0.0
+    )
+    result = GenerationResult(
+        prompt_ids=[1] * 37, token_ids=[1] * 64, finish_reason="length", timings=timings
+    )
+    assert summary(result, sampled=False) == (
+        "prompt 37 tokens in 2.0 s (18.5 tokens/s); answer 64 tokens in 7.0 s (9.0 tokens/s); ended by length"
+    )
+    one = GenerationResult(prompt_ids=[1], token_ids=[1], timings=Timings(prefill_tokens=1, prefill_s=0.5))
+    assert "prompt 1 token in 500 ms (2.0 tokens/s); answer 1 token; ended" in summary(one, sampled=False)
+
+
 def test_a_template_of_ones_own(recite: Recite, tokenizer: Tokenizer, capsys: Capture) -> None:
     model = TextModel(recite(0, [2]), tokenizer)
     generate.run(
@@ -98,7 +124,7 @@ def test_a_template_of_ones_own(recite: Recite, tokenizer: Tokenizer, capsys: Ca
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 1 + len(tokenizer.encode("Hello"))
 
 
-def oazoo(*arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def oazoo(*arguments: str | bytes, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-c", "import oazoo.cli; oazoo.cli.main()", *arguments]
     return subprocess.run(command, input=data, capture_output=True, check=False)
 
@@ -108,6 +134,10 @@ def oazoo(*arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[byt
     [
         ([], "give a prompt"),
         (["-p", "a", "-f", "-"], "give a prompt"),
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "", "--raw"], "the prompt is empty"),
+        (["-p", b"a\xff"], "the prompt is not UTF-8 text: character 1"),
+        (["-p", "a", "--system", b"\xff"], "the system message is not UTF-8 text"),
         (["-p", "a", "--temperature", "-1"], "temperature must be"),
         (["-p", "a", "--temperature", "nan"], "temperature must be"),
         (["-p", "a", "--top-p", "1.5"], "top_p must be"),
@@ -117,7 +147,7 @@ def oazoo(*arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[byt
         (["-p", "a", "--raw", "--template", __file__], "exclude each other"),
     ],
 )
-def test_misuse_is_told_before_anything_is_loaded(arguments: list[str], message: str) -> None:
+def test_misuse_is_told_before_anything_is_loaded(arguments: list[str | bytes], message: str) -> None:
     done = oazoo("generate", "no-such-model", *arguments, data=b"a\xff")
     assert done.returncode == 2 and done.stdout == b""
     assert done.stderr.startswith(b"error: ") and message in done.stderr.decode()
@@ -129,7 +159,7 @@ def test_prompts_from_files(tmp_path: Path) -> None:
     path.write_bytes("Grüße\r\n".encode())
     assert generate._prompt(None, path, raw=False) == "Grüße"
     assert generate._prompt(None, path, raw=True) == "Grüße\r\n"
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UsageError, match="no such file"):
         generate._prompt(None, tmp_path / "absent", raw=False)
 
 

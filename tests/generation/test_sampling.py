@@ -184,6 +184,21 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> Non
         SamplingSettings(**settings)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    settings = SamplingSettings(temperature=np.float32(0.5), top_p=np.float64(1), top_k=np.int64(3))  # type: ignore[arg-type]
+    assert settings.temperature == 0.5
+
+
+@pytest.mark.parametrize("penalty", [1e-308, 1e308])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.filterwarnings("error")
+def test_an_extreme_penalty_gives_a_token(penalty: float, temperature: float) -> None:
+    sampler = Sampler(SamplingSettings(repeat_penalty=penalty, temperature=temperature, seed=0))
+    logits = np.array([-5.0, -3.0, 2.0, 4.0], np.float32)
+    for history in ([0], [2, 3], [0, 1, 2, 3]):
+        assert 0 <= sampler.sample(logits, history) < 4
+
+
 def test_settings_from_a_models_defaults() -> None:
     own = {"temperature": 0.2, "top_k": 50, "bos_id": 1, "eos_ids": [2], "top_p": None}
     s = SamplingSettings.make(own, temperature=0.9, top_k=None, stop="END")

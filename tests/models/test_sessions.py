@@ -10,7 +10,7 @@ import pytest
 from model_goldens import reference
 
 import oazoo
-from oazoo.errors import FormatError, GenerationError, TranslationError, UsageError
+from oazoo.errors import DeviceError, FormatError, GenerationError, TranslationError, UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
@@ -99,6 +99,14 @@ def test_sessions_give_their_memory_back(converted: Converted) -> None:
     del session
     device.synchronize()
     assert device.allocator.allocated_bytes <= before + (64 << 20)
+
+
+def test_a_closed_model_gives_its_weights_back(converted: Converted) -> None:
+    text_model = oazoo.load(converted("llama"))
+    text_model.close()
+    assert all(not parameter.shards for _, parameter in text_model.model.named_parameters())
+    with pytest.raises(DeviceError, match="the table has no tensors"):
+        text_model.logits([1, 2])
 
 
 def test_broken_model_files(converted: Converted, tmp_path: Path) -> None:

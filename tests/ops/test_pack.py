@@ -11,7 +11,7 @@ import pytest
 
 from oazoo.errors import DeviceError
 from oazoo.runtime import Tensor, get_device
-from oazoo.runtime.ops.pack import pack
+from oazoo.runtime.ops.pack import Packer, pack
 
 TYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
@@ -117,6 +117,19 @@ def test_what_lies_past_the_end_has_no_influence() -> None:
     assert packed.bytes().tobytes() == encode(np.full(40, 0.5, np.float32), "q8")
 
 
+def test_views_are_packed_where_their_last_block_is_in_memory() -> None:
+    x = np.random.default_rng(5).normal(size=(7, 3)).astype(np.float32)
+    whole = Tensor.from_numpy(get_device(), x)
+    part = pack(whole.rows(2, 7), "q8").bytes()
+    assert np.array_equal(part, pack(Tensor.from_numpy(get_device(), x[2:]), "q8").bytes())
+    full = Tensor.from_numpy(get_device(), np.ones((64, 1), np.float32))  # fills its memory
+    with pytest.raises(DeviceError, match="pack a copy"):
+        pack(full.rows(1, 64), "q8")
+    halves = Tensor.from_numpy(get_device(), np.ones((64, 1), np.float16))
+    with pytest.raises(DeviceError, match="pack a copy"):
+        pack(halves.rows(1, 3), "q8")
+
+
 def test_refusals() -> None:
     device = get_device()
     with pytest.raises(DeviceError, match="without elements"):
@@ -125,3 +138,21 @@ def test_refusals() -> None:
         pack(Tensor.empty(device, (2, 2)), "q5")
     with pytest.raises(DeviceError, match="q4 tensors cannot be packed"):
         pack(Tensor.empty(device, (64,), "q4"), "q8")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_packer_takes_pieces_and_counts_what_is_not_finite(dtype: type) -> None:
+    rng = np.random.default_rng(4)
+    packer = Packer(get_device(), "q8", 1000)
+    for size in (1000, 1, 33, 640):
+        values = rng.normal(size=size).astype(dtype)
+        codes, scales, odd = packer(values)
+        assert codes.tobytes() + scales.tobytes() == encode(values, "q8")
+        assert (odd.count, odd.first) == (0, -1)
+    values = rng.normal(size=997).astype(dtype)
+    values[[123, 500, 996]] = [np.inf, np.nan, -np.inf]
+    codes, scales, odd = packer(values)
+    assert codes.tobytes() + scales.tobytes() == encode(values, "q8")
+    assert (odd.count, odd.first) == (3, 123)
+    with pytest.raises(DeviceError, match="1001 values for a packer of 1000"):
+        packer(np.zeros(1001, dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +133,7 @@ def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
     return out
 
 
-@pytest.mark.parametrize("variant", [None, "group"])
+@pytest.mark.parametrize("variant", [None, "group", "split"])
 @pytest.mark.parametrize(
     ("tokens", "start", "heads", "kv_heads", "width", "window"),
     [
@@ -150,6 +151,10 @@ def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
         (64, 0, 2, 2, 10, 64),
         (9, 3, 2, 1, 128, 4),
         (6, 30, 1, 1, 250, None),
+        # Caches that are shared out, where the last parts are short, or nothing is left for them.
+        (1, 1000, 3, 1, 64, None),
+        (2, 700, 4, 2, 20, 321),
+        (3, 60, 2, 2, 30, None),
     ],
 )
 def test_rotation_cache_and_attention(
@@ -214,6 +219,38 @@ def test_no_rotation_without_a_table() -> None:
     assert np.array_equal(keys.numpy()[0, 0], one[0, 64:128])
 
 
+def test_a_long_cache_that_is_hardly_filled_is_shared_out_too() -> None:
+    """What a recorded decode step does at its first tokens: most parts of the cache see nothing, and read nothing."""
+    rng = np.random.default_rng(7)
+    keys, values = (np.full((2, 3000, 16), np.nan, np.float32) for _ in range(2))
+    keys[:, :70], values[:, :70] = rng.normal(size=(2, 2, 70, 16)).astype(np.float32)
+    held = [device_array(a) for a in (keys, values)]
+    q = rng.normal(size=(1, 4 * 16)).astype(np.float32)
+    for position in (0, 63, 64, 69):
+        start = device_array(np.array([position], np.int32))
+        got = attention(device_array(q), *held, start, 4, variant="split").numpy()
+        wide = [a.astype(np.float64) for a in (q.reshape(1, 4, 16), keys, values)]
+        close(got.reshape(1, 4, 16), attend(wide[0], wide[1], wide[2], position, None), 5e-6)
+
+
+def test_many_rows_over_a_long_cache_are_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(8)
+    q = rng.normal(size=(11, 4, 10)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 2, 40, 10)).astype(np.float32)
+    start = device_array(np.array([17], np.int32))
+    held = [device_array(a) for a in (q.reshape(11, -1), keys, values)]
+    whole = attention(*held, start, 4, window=9, variant="group").numpy()
+    module = import_module("oazoo.runtime.ops.attention")  # the package has the op under that name
+    monkeypatch.setattr(module, "_RUN_WORK", 3 * 2 * 4 * 10 * 9)  # three rows a run
+    with get_device().capture() as program:
+        got = attention(*held, start, 4, window=9, variant="group")
+    assert program.commands == 4
+    assert program.recording.barriers == 1  # they do not wait for each other
+    program.run()
+    assert np.array_equal(got.numpy(), whole)
+    close(whole.reshape(q.shape), attend(*(a.astype(np.float64) for a in (q, keys, values)), 17, 9), 5e-6)
+
+
 def test_large_scores_do_not_overflow() -> None:
     """Scores of ±20,000 are far outside exp's range and must still give a clean softmax."""
     q = np.full((2, 32), 50, np.float32)
@@ -221,7 +258,7 @@ def test_large_scores_do_not_overflow() -> None:
     keys[0, 0], keys[0, 1] = 70, -70
     values = np.stack([np.full((1, 32), 1), np.full((1, 32), 5)], 1).astype(np.float32)
     start = device_array(np.array([0], np.int32))
-    for variant in (None, "group"):
+    for variant in (None, "group", "split"):
         got = attention(*map(device_array, (q, keys, values)), start, 1, variant=variant).numpy()
         assert np.array_equal(got, np.ones((2, 32), np.float32))
 
@@ -239,5 +276,7 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(DeviceError, match="is more than"):
         cache = Tensor.empty(device, (1, 4, 2048))
         attention(Tensor.empty(device, (1, 2048)), cache, cache, Tensor.empty(device, (1,), "i32"), 1)
+    with pytest.raises(DeviceError, match="multiple of 4 bytes"):
+        embedding(Tensor.empty(device, (1,), "i32"), Tensor.empty(device, (4, 3), "f16").rows(1, 4))
     with pytest.raises(DeviceError, match="do not split"):
         silu_mul(Tensor.empty(device, (1, 3)))

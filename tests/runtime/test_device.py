@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +15,11 @@ import pytest
 
 from oazoo.errors import DeviceError, UsageError
 from oazoo.runtime import Device, DeviceLostError, Tensor, get_device, list_devices, validation_messages
-from oazoo.runtime.instance import choose
+from oazoo.runtime.instance import DeviceInfo, choose, create_device, get_instance
+from oazoo.runtime.ops.common import eight_lanes, lanes, portable_only
 from oazoo.runtime.recording import Hazards
 from oazoo.runtime.tensor import encoded_bytes
+from oazoo.runtime.vk import load
 
 
 def add(a: Tensor, b: Tensor, y: Tensor) -> None:
@@ -181,6 +184,77 @@ def test_device_choice() -> None:
         choose([old], None)
 
 
+def test_submissions_are_bounded_by_their_work() -> None:
+    device = get_device()
+    device.synchronize()
+    x = Tensor.from_numpy(device, np.ones(64, np.float32))
+    sent = device.submitted
+    kernel = device.kernel("add_f32")
+    for _ in range(6):
+        kernel.dispatch((1, 1, 1), {"a": x, "b": x}, {"y": x}, work=1 << 32, count=64)
+    assert device.submitted == sent + 3
+    assert np.array_equal(x.numpy(), np.full(64, 64, np.float32))
+
+
+def test_a_device_need_not_have_been_closed_by_the_end() -> None:
+    code = (
+        "import sys\n"
+        "from oazoo.runtime import Device, validation_messages\n"
+        "import atexit\n"
+        "atexit.register(lambda: print(len(devices), [d.closed for d in devices]))\n"
+        "devices = [Device.open('cpu'), Device.open('cpu')]\n"
+        "devices[1].close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 [True, True]"
+
+
+def test_layered_drivers_are_told_that_their_gaps_are_known() -> None:
+    """VK_KHR_portability_subset is enabled when, and only when, the device has it (MoltenVK); here a device pretends."""
+    vk = load()
+    physical, info = get_instance().physical_devices()[get_device().info.index]
+    seen: list[list[bytes]] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            return self._create if name == "vkCreateDevice" else getattr(vk.lib, name)
+
+        def _create(self, handle: object, create: Any, *rest: object) -> int:
+            names = [create.ppEnabledExtensionNames[i] for i in range(create.enabledExtensionCount)]
+            seen.append([vk.ffi.string(name) for name in names])
+            return -7
+
+    class Api:
+        lib = Watched()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(vk, name)
+
+    for present in (False, True):
+        with pytest.raises(DeviceError, match="extension not present"):
+            create_device(Api(), physical, replace(info, portability_subset=present))
+    assert seen == [[], [b"VK_KHR_portability_subset"]]
+
+
+def test_kernels_for_processors_need_their_subgroups() -> None:
+    info = replace(get_device().info, kind="cpu", subgroup_size=8, subgroup_exchange=True)
+    fits = [info, replace(info, features=frozenset())]
+    misfits = [
+        replace(info, subgroup_exchange=False),
+        replace(info, subgroup_size=4),
+        replace(info, kind="discrete"),
+    ]
+
+    class Some:
+        def __init__(self, info: DeviceInfo) -> None:
+            self.info = info
+
+    wave = "group32" if portable_only() else "wave8"
+    assert [lanes(cast(Device, Some(i))) for i in fits] == [wave, wave]
+    assert [lanes(cast(Device, Some(i))) for i in misfits] == ["group32"] * 3
+    assert not any(eight_lanes(cast(Device, Some(i))) for i in [fits[1], *misfits])
+
+
 def test_a_lost_device_is_an_error_of_its_own() -> None:
     """A submit that returns VK_ERROR_DEVICE_LOST raises; what follows on a fresh device works."""
     device = Device.open(os.environ.get("OAZOO_DEVICE"))
@@ -249,7 +323,7 @@ def test_without_a_loader_or_a_driver_the_error_says_what_to_do() -> None:
     )
     env = {**os.environ, "VK_DRIVER_FILES": "/nonexistent.json", "VK_ICD_FILENAMES": "/nonexistent.json"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert "mesa-vulkan-drivers" in done.stdout
+    assert "VK_DRIVER_FILES limits the search to /nonexistent.json: unset it" in done.stdout
     hidden = "import sys; sys.modules['vulkan'] = None\n" + code
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=True)
     assert "libvulkan1" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -26,8 +27,9 @@ from checkpoints import (
     write_hf,
 )
 
-from oazoo.errors import OazooError, OutputError, TranslationError, UsageError
+from oazoo.errors import FormatError, OazooError, OutputError, TranslationError, UsageError
 from oazoo.formats.detect import open_source
+from oazoo.formats.oam import OamSource
 from oazoo.translators import convert, plan, supported, translators
 
 
@@ -338,9 +340,26 @@ def test_provenance_is_checked(tmp_path: Path) -> None:
     assert not (tmp_path / "m.oam").exists()
     with pytest.raises(UsageError, match="SHA-256"):
         convert(folder, tmp_path / "m.oam", provenance={"files": {"model.safetensors": "guess"}})
-    known = {"model.safetensors": "ab" * 32}
-    report = convert(folder, tmp_path / "m.oam", provenance={"files": known})
-    assert report.source["sha256"] == "ab" * 32
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    report = convert(folder, tmp_path / "m.oam", provenance={"files": {"model.safetensors": digest}})
+    assert report.source["sha256"] == digest
+    with pytest.raises(FormatError, match=r"model\.safetensors: has changed since it was fetched"):
+        convert(folder, tmp_path / "n.oam", provenance={"files": {"model.safetensors": "ab" * 32}})
+    assert not (tmp_path / "n.oam").exists()
+
+
+def test_sampling_defaults_fill_what_the_source_leaves_open(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "hf")
+    defaults = {"temperature": 0.2, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    with plan(folder, provenance={"generation": defaults}) as planned:
+        predicted = planned.output_bytes
+    convert(folder, tmp_path / "m.oam", provenance={"generation": defaults})
+    assert (tmp_path / "m.oam").stat().st_size == predicted
+    with OamSource(tmp_path / "m.oam") as made:
+        assert made.metadata["generation"] == {"temperature": 0.6, "top_p": 0.9} | {
+            key: made.metadata["generation"][key] for key in ("bos_id", "eos_ids")
+        }
 
 
 def test_an_opened_source_stays_open(tmp_path: Path) -> None:
@@ -383,7 +402,7 @@ def test_names_from_files_are_not_markup(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", llama_metadata(40) | {"general.name": "[/bold]x"}, tensors)
     with plan(path) as found:
         Console(file=open("/dev/null", "w")).print(found.table())  # noqa: SIM115, PTH123
-        assert found.source_record({}, {})["name"] == "[/bold]x"
+        assert found.source_record({})["name"] == "[/bold]x"
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -393,6 +412,7 @@ _MEASURE = """
 import resource, sys
 from oazoo.translators import convert
 from oazoo.formats.detect import open_source
+from oazoo.formats.oam import OamSource
 import gguf.quants, tokenizers, ml_dtypes
 def address_space():
     return int(next(l for l in open('/proc/self/status') if l.startswith('VmSize')).split()[1]) * 1024

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import model_goldens
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -106,6 +108,9 @@ def test_keep_dry_run_and_the_predicted_size(dense: Path, tmp_path: Path) -> Non
     out = tmp_path / "out.oam"
     planned = quantize(dense, out, "q4", keep=["embed*"], dry_run=True)
     assert not out.exists()
+    assert quantize(dense, None, "q4", keep=["embed*"], dry_run=True).output_bytes == planned.output_bytes
+    with pytest.raises(UsageError, match="say where to write"):
+        quantize(dense, None, "q4")
     done = quantize(dense, out, "q4", keep=["embed*"])
     assert planned.output_bytes == done.output_bytes == out.stat().st_size
     assert planned.tensors == done.tensors
@@ -132,6 +137,60 @@ def test_refusals_leave_nothing_behind(dense: Path, tmp_path: Path) -> None:
     assert out.read_bytes() == before
     with pytest.raises((OutputError, UsageError), match="no-such-folder"):
         quantize(dense, tmp_path / "no-such-folder" / "x.oam", "q4")
+
+
+def test_the_source_is_never_the_output(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.oam").symlink_to(dense)
+    before = dense.read_bytes()
+    for output in (dense, tmp_path / "link.oam"):
+        with pytest.raises(UsageError, match="is the source itself"):
+            quantize(dense, output, "q8", overwrite=True)
+    assert dense.read_bytes() == before
+
+
+def test_one_pattern_may_stand_alone_and_keeping_everything_is_told(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.oam"
+    report = quantize(dense, out, "q8", keep="*.attn.*", dry_run=True)
+    assert {t.name for t in report.tensors if t.target == "q8"} == {"embed.weight"}
+    with pytest.raises(UsageError, match=r"--keep leaves nothing in .* that would be packed"):
+        quantize(dense, out, "q8", keep=["*"])
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["quantize", "-o", "x.oam", "--to", "q4"]])
+def test_a_name_of_the_zoo_is_no_file_but_there_is_a_way(arguments: list[str]) -> None:
+    ended = CliRunner().invoke(main, [*arguments, "smollm2-135m-instruct"])
+    assert ended.exit_code == 2
+    assert "oazoo convert smollm2-135m-instruct -o smollm2-135m-instruct.oam" in ended.stderr
+
+
+def test_the_configuration_beside_safetensors_is_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_goldens.source_path("qwen2"), folder)
+    for path in (folder, folder / "model.safetensors.index.json"):
+        assert "  model_type: qwen2" in CliRunner().invoke(main, ["inspect", str(path)]).stdout
+    (folder / "config.json").write_text("{")
+    ended = CliRunner().invoke(main, ["inspect", str(folder)])
+    assert ended.exit_code == 0 and "config.json" in ended.stdout
+
+
+def test_verify_tells_scripts_what_is_wrong(dense: Path) -> None:
+    dense.write_bytes(dense.read_bytes()[:-1])
+    ended = CliRunner().invoke(main, ["verify", str(dense), "--json"])
+    assert ended.exit_code == 1
+    told = json.loads(ended.stdout)
+    assert told["ok"] is False and told["error"] in ended.stderr and told["path"] == str(dense)
+
+
+def test_what_somebody_elses_file_says_of_itself_is_shown_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "odd.oam"
+    payload = json.dumps(
+        {"oazoo": 1, "source": "here\x1b[31m", "generation": [1, 2], "model": None, "family": {}}
+    ).encode()
+    with OamWriter(path, config=OamConfig("test", payload=payload), entries=[]):
+        pass
+    shown = CliRunner().invoke(main, ["inspect", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert "source: " in shown.output and "generation: [1, 2]" in shown.output and "\x1b" not in shown.output
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ class Index:
         self.site.routes[f"/simple/{project}/"] = Resource(body, headers={"Content-Type": kind})
 
 
-def make_wheel(name: str, version: str, members: dict[str, bytes], licence: str = "Apache-2.0") -> bytes:
+def make_wheel(name: str, version: str, members: dict[str, bytes], license: str = "Apache-2.0") -> bytes:
     """A wheel with ``members`` and metadata."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -288,7 +288,7 @@ def make_wheel(name: str, version: str, members: dict[str, bytes], licence: str 
         folder = f"{name.replace('-', '_')}-{version}.dist-info"
         archive.writestr(
             f"{folder}/METADATA",
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nLicense: {licence}\n",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nLicense: {license}\n",
         )
         archive.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{folder}/RECORD", "")

@@ -66,6 +66,20 @@ def test_fields() -> None:
     assert card.sources[0].ref == HubRef("org/name", None, "v1")
     assert card.sources[1].files[0].path == "some_model/m.gguf"
     assert parse_card("c", CARD.replace("\n", "\r\n").encode()) == card
+    assert card.generation == {}
+
+
+def test_sampling_defaults() -> None:
+    def with_defaults(text: str) -> bytes:
+        return CARD.replace("  sources:", f"  generation: {text}\n  sources:").encode()
+
+    card = parse_card("c", with_defaults("{temperature: 0.2, top_k: 40}"))
+    assert card.generation == {"temperature": 0.2, "top_k": 40}
+    assert load_card("smollm2-135m-instruct").generation == {"temperature": 0.2, "top_p": 0.9}
+    with pytest.raises(FormatError, match="'eos_ids' is none of temperature"):
+        parse_card("c", with_defaults("{eos_ids: 2}"))
+    with pytest.raises(FormatError, match="temperature must be a number"):
+        parse_card("c", with_defaults("{temperature: hot}"))
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def raising(error: BaseException) -> object:
             1,
             "error: No such file or directory: 'a b'\n",
         ),
-        (OSError(28, "No space left on device"), 1, "error: No space left on device\n"),
+        (OSError(28, "No space left"), 1, "error: standard output cannot be written: No space left\n"),
         (MemoryError(), 1, "error: out of memory\n"),
         (FormatError("name \x1b]0;evil\x07 [red]x[/red]"), 1, "error: name \\x1b]0;evil\\x07 [red]x[/red]\n"),
     ],

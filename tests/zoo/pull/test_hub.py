@@ -136,8 +136,8 @@ def test_token_goes_to_the_hub_and_nowhere_else(published, monkeypatch, caplog) 
 @pytest.mark.parametrize(
     ("token", "status", "headers", "message"),
     [
-        (None, 401, {"X_Error_Code": "GatedRepo"}, "gated and no token was given: accept its licence"),
-        (TOKEN, 403, {"X_Error_Code": "GatedRepo"}, "licence is not accepted for your account"),
+        (None, 401, {"X_Error_Code": "GatedRepo"}, "gated and no token was given: accept its license"),
+        (TOKEN, 403, {"X_Error_Code": "GatedRepo"}, "license is not accepted for your account"),
         (
             TOKEN,
             401,
@@ -311,5 +311,5 @@ def test_command_line_end_to_end(published, tmp_path) -> None:
     assert (Path(done.stdout.strip()) / "model.safetensors").is_file()
     assert TOKEN not in done.stdout + done.stderr
     assert published.site.requests[0].path == f"/api/models/{REPO}"
-    assert "hf:org/tiny: fetched, 524.3 kB from hf:org/tiny, licence mit" in done.stderr
+    assert "hf:org/tiny: fetched, 524.3 kB from hf:org/tiny, license mit" in done.stderr
     assert "\x1b" not in done.stderr

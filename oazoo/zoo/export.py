@@ -1,0 +1,63 @@
+"""From an `.oam` file to SafeTensors or GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from oazoo.formats.oam import OamSource
+from oazoo.translators.convert import Progress
+from oazoo.translators.export import MAX_SHARD_BYTES, ExportReport, as_model
+from oazoo.translators.export import export as write
+from oazoo.translators.export_plan import ExportPlan, plan_export
+from oazoo.zoo.files import open_file
+
+
+def export(
+    source: str | Path,
+    output: str | Path,
+    *,
+    to: str | None = None,
+    dtype: str = "keep",
+    overwrite: bool = False,
+    with_tokenizer: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write an `.oam` model as a Hugging Face folder, a SafeTensors file or a GGUF file.
+
+    Args:
+        source: path of the `.oam`.
+        output: a folder, ``OUT.safetensors`` (config and tokenizer files go beside it), or ``OUT.gguf``.
+        to: ``safetensors`` or ``gguf``, where the output's name does not say.
+        dtype: ``keep``, ``f32``, ``f16`` or ``bf16``; see :func:`oazoo.translators.export.export`.
+        overwrite: replace an existing output.
+        with_tokenizer: carry tokenizer and chat template.
+        max_shard_bytes: a folder's weights are cut into files of about this size.
+        progress: called with how far the work has come.
+
+    Raises:
+        OazooError: UsageError, FormatError, TranslationError, TokenizerError or OutputError; nothing is left behind.
+    """
+    with as_model(open_file(source)) as model:
+        return write(
+            model,
+            output,
+            to=to,
+            dtype=dtype,
+            overwrite=overwrite,
+            with_tokenizer=with_tokenizer,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
+
+
+def plan_of(
+    source: str | Path, container: str, *, dtype: str = "keep", with_tokenizer: bool = True
+) -> tuple[OamSource, ExportPlan]:
+    """The checked plan of an export, for ``--dry-run``, and the opened model; close that."""
+    model = as_model(open_file(source))
+    try:
+        return model, plan_export(model, container, dtype, with_tokenizer=with_tokenizer)
+    except BaseException:
+        model.close()
+        raise

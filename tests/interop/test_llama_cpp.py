@@ -1,0 +1,120 @@
+"""Exported GGUF files in llama.cpp: they load, tokenize and answer as their originals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from model_goldens import GGUF, HF, reference, source_path
+
+import oazoo
+from oazoo.formats.oam import OamSource
+from oazoo.translators.assets import PROBE, load_tokenizer
+
+pytestmark = pytest.mark.interop
+llama_cpp: Any = pytest.importorskip(
+    "cyllama.llama.llama_cpp", reason="needs the packages of tests/interop/requirements.txt"
+)
+REFERENCE = np.load(Path(__file__).resolve().parent.parent / "data" / "smollm2" / "reference.npz")
+#: llama.cpp keeps keys and values as f16 and looks SiLU up in a table; its own converter's files differ as much.
+TOLERANCE = 1e-2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend() -> None:
+    llama_cpp.disable_logging()
+    llama_cpp.llama_backend_init()
+    llama_cpp.ggml_backend_load_all()
+
+
+class Loaded:
+    """A GGUF file in llama.cpp, on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
+            """With the attribute that the package's own code asks for."""
+
+            n_vocab = property(lambda self: self.get_vocab().n_vocab)
+
+        options = llama_cpp.LlamaModelParams()
+        options.n_gpu_layers = 0
+        self.model = Model(path_model=str(path), params=options)
+        self.vocabulary = self.model.get_vocab()
+
+    def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """[tokens, vocabulary] of one sequence."""
+        options = llama_cpp.LlamaContextParams()
+        options.n_ctx = options.n_batch = max(256, len(ids))
+        options.n_threads = 2
+        context = llama_cpp.LlamaContext(model=self.model, params=options)
+        batch = llama_cpp.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1)
+        for position, token in enumerate(ids):
+            batch.add(int(token), position, [0], True)
+        context.decode(batch)
+        return np.array([context.get_logits_ith(n) for n in range(len(ids))], dtype=np.float32)
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """The tokens that follow, the whole sequence computed anew for each."""
+        sequence = [int(token) for token in ids]
+        for _ in range(count):
+            sequence.append(int(self.logits(sequence)[-1].argmax()))
+        return sequence[len(ids) :]
+
+
+@pytest.mark.parametrize("name", HF)
+def test_hugging_face_goldens(name: str, tmp_path: Path) -> None:
+    oazoo.convert(source_path(name), tmp_path / "m.oam")
+    oazoo.export(tmp_path / "m.oam", tmp_path / "out.gguf")
+    ids, wanted = reference(name)
+    loaded = Loaded(tmp_path / "out.gguf")
+    assert loaded.vocabulary.n_vocab == wanted.shape[-1]
+    for sequence, expected in zip(ids, wanted, strict=True):
+        found = loaded.logits(sequence)
+        print(f"{name}: {np.abs(found - expected).max():.3g} from the reference")
+        assert np.abs(found - expected).max() <= TOLERANCE
+        assert np.array_equal(found.argmax(axis=1), expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_goldens(name: str, tmp_path: Path) -> None:
+    oazoo.convert(source_path(name), tmp_path / "m.oam")
+    oazoo.export(tmp_path / "m.oam", tmp_path / "out.gguf")
+    ids, wanted = reference(name)
+    loaded, original = Loaded(tmp_path / "out.gguf"), Loaded(source_path(name))
+    found = loaded.logits(ids)
+    if name.endswith("_K") or "_K_" in name:  # these became f16
+        print(f"{name}: {np.abs(found - wanted).max():.3g} from the reference")
+        assert np.abs(found - wanted).max() <= 2e-2
+    else:
+        assert np.array_equal(found, original.logits(ids))
+        assert loaded.greedy(ids[:8], 24) == original.greedy(ids[:8], 24)
+    with OamSource(tmp_path / "m.oam") as source:
+        ours = load_tokenizer(source.asset("asset/tokenizer.json") or b"", "m.oam")
+    for file in (loaded, original):
+        assert file.vocabulary.tokenize(PROBE, True, True) == ours.encode(PROBE).ids
+        assert file.vocabulary.token_eos() == original.vocabulary.token_eos()
+
+
+@pytest.mark.heavy
+@pytest.mark.network
+def test_smollm2(tmp_path: Path) -> None:
+    oazoo.convert("smollm2-135m-instruct", tmp_path / "m.oam")
+    oazoo.export(tmp_path / "m.oam", tmp_path / "out.gguf")
+    loaded = Loaded(tmp_path / "out.gguf")
+    agreed = decided = 0
+    for number, entry in enumerate(json.loads(str(REFERENCE["meta"]))):
+        ids = REFERENCE[f"ids_{number}"].tolist()
+        assert loaded.vocabulary.tokenize(entry["prompt"], False, True) == ids
+        wanted = REFERENCE[f"greedy_{number}"].tolist()
+        every = loaded.logits(ids + wanted)[len(ids) - 1 : -1]
+        best = np.sort(every, axis=1)
+        clear = best[:, -1] - best[:, -2] > 0.1  # elsewhere two tokens are as good as equal
+        agreed += int((every.argmax(axis=1) == wanted)[clear].sum())
+        decided += int(clear.sum())
+    print(f"SmolLM2: {agreed} of {decided} greedy tokens that are not a tie are the reference's")
+    assert agreed == decided > 0

@@ -1,0 +1,198 @@
+"""What an exporter is, how exporters are found, and the proof that what they say reads back as the same model.
+
+An exporter turns a typed config into the settings of a published checkpoint (``config.json``, or GGUF metadata) and
+names the import map that belongs to them. The engine runs that map backwards. Nobody has to trust an exporter: before
+a byte moves, its settings and tensors are read by the translator that imports such checkpoints, and what that derives
+must be the model that is exported.
+
+A module of this package that defines ``EXPORTERS``, a tuple of :class:`Exporter`, is found by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.configs import DecoderConfig, ModelConfig
+from oazoo.errors import FormatError, TranslationError
+from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
+from oazoo.translators.engine import check
+from oazoo.translators.rope_out import same_scaling
+from oazoo.translators.rules import Rule
+from oazoo.translators.translator import Checkpoint, choose
+
+#: Container → whose names it uses.
+NAMINGS = {"safetensors": "hf", "gguf": "gguf"}
+_FLOAT_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What an exporter says about one model.
+
+    ``settings`` are entries of config.json, or GGUF key/values. ``rules`` are the import map of such a checkpoint, to
+    be run backwards. ``extra`` are float32 tensors that hold settings rather than weights.
+    """
+
+    naming: str
+    architecture: str
+    settings: Mapping[str, Any]
+    rules: Sequence[Rule]
+    extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Writes models of ``family`` as ``architecture``; ``build`` refuses, by name, what that cannot express."""
+
+    family: str
+    naming: str
+    architecture: str
+    build: Callable[[Any], Outgoing] = field(repr=False)
+
+
+@cache
+def exporters() -> tuple[Exporter, ...]:
+    """All exporters, in the order in which they are tried."""
+    import oazoo.translators as package
+
+    found: list[Exporter] = []
+    for module in pkgutil.iter_modules(package.__path__):
+        found += getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "EXPORTERS", ())
+    return tuple(found)
+
+
+def exportable() -> list[str]:
+    """What can be written, as lines ``"decoder → gguf: llama, qwen2"``."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for entry in exporters():
+        lines.setdefault((entry.family, entry.naming), []).append(entry.architecture)
+    words = {naming: container for container, naming in NAMINGS.items()}
+    return [f"{family} → {words[naming]}: {', '.join(names)}" for (family, naming), names in lines.items()]
+
+
+def outgoing(config: ModelConfig, naming: str, declared: Sequence[str] = ()) -> Outgoing:
+    """The first architecture that expresses the model; those that it was declared as come first.
+
+    Raises:
+        TranslationError: none does; the message gives the reason of each.
+    """
+    known = [entry for entry in exporters() if (entry.family, entry.naming) == (config.family, naming)]
+    if not known:
+        raise TranslationError(
+            f"models of the family {config.family!r} cannot be exported as {naming}. Supported:\n  "
+            + "\n  ".join(exportable())
+        )
+    names = {_short(name) for name in declared}
+    reasons = []
+    for entry in sorted(known, key=lambda entry: _short(entry.architecture) not in names):
+        try:
+            return entry.build(config)
+        except TranslationError as error:
+            reasons.append(f"{entry.architecture}: {error}")
+    raise TranslationError("no architecture expresses this model:\n  " + "\n  ".join(reasons))
+
+
+def _short(architecture: str) -> str:
+    return architecture.lower().removesuffix("forcausallm").removesuffix("lmheadmodel")
+
+
+class _PlannedTensor(SourceTensor):
+    """A tensor of a checkpoint that is not written yet."""
+
+    def __init__(self, info: TensorInfo, values: npt.NDArray[np.float32] | None) -> None:
+        self.info = info
+        self._values = values
+
+    def raw(self) -> npt.NDArray[np.uint8]:
+        return self.numpy().reshape(-1).view(np.uint8)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        if self._values is None:
+            raise FormatError(f"{self.info.name} is planned, not written")
+        return self._values
+
+    def chunks(self, elements: int) -> Iterator[npt.NDArray[Any]]:
+        yield self.numpy().reshape(-1)
+
+
+class _PlannedSource(WeightSource):
+    """The checkpoint as it will be, for the translator that imports it."""
+
+    def __init__(self, path: Path, out: Outgoing, infos: Sequence[TensorInfo]) -> None:
+        self.path, self.files = path, ()
+        self.format = {naming: container for container, naming in NAMINGS.items()}[out.naming]
+        self.metadata = dict(out.settings)
+        self._tensors = {info.name: _PlannedTensor(info, out.extra.get(info.name)) for info in infos}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def check_reads_back(out: Outgoing, config: ModelConfig, infos: Sequence[TensorInfo], path: Path) -> None:
+    """Read the planned checkpoint with the translator that imports it; it must be the same model.
+
+    Raises:
+        TranslationError: it is not; the message names the settings that would change.
+    """
+    source = _PlannedSource(path, out, infos)
+    folder = path if out.naming == "hf" else None
+    check_same_model(Checkpoint(source, out.naming, out.settings, folder, (out.architecture,)), config)
+
+
+def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Translate a checkpoint; it must be the model of ``config``. Raises what :func:`check_reads_back` does."""
+    name = ", ".join(checkpoint.declared)
+    try:
+        translation = choose(checkpoint).translate(checkpoint)
+        check(checkpoint, translation)
+    except TranslationError as error:
+        raise TranslationError(
+            f"the model cannot be written as {name}: what was written could not be read: {error}"
+        ) from error
+    assert isinstance(
+        translation.config, ModelConfig
+    )  # what an architecture is declared for has a typed config
+    changed = config_differences(config, translation.config)
+    if changed:
+        shown = "; ".join(f"{name}: {a} would become {b}" for name, a, b in changed)
+        raise TranslationError(f"the model cannot be written as {name}: {shown}")
+
+
+def config_differences(first: ModelConfig, second: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Fields in which two configs differ: (name, first, second).
+
+    Numbers may differ by what a 32-bit float loses, and rotary scalings by the way they are stated.
+    """
+    if first.family != second.family:
+        return [("family", first.family, second.family)]
+    result: list[tuple[str, Any, Any]] = []
+    for entry in dataclasses.fields(first):
+        a, b = getattr(first, entry.name), getattr(second, entry.name)
+        if entry.name == "rope_scaling":
+            assert isinstance(first, DecoderConfig) and isinstance(second, DecoderConfig)
+            same = same_scaling(first, second)
+        elif isinstance(a, float) and isinstance(b, float):
+            same = math.isclose(a, b, rel_tol=_FLOAT_TOLERANCE)
+        else:
+            same = a == b
+        if not same:
+            result.append((entry.name, _plain(a), _plain(b)))
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return value.to_json() if hasattr(value, "to_json") else value
