@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 VALIDATING = os.environ.get("OAZOO_VALIDATION", "") not in ("", "0")
+
+# A job that a shell put into the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+for interruption in ("SIGINT", "SIGHUP"):
+    number = getattr(signal, interruption, None)
+    if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if interruption == "SIGINT" else signal.SIG_DFL)
 
 # Neither the store of the person who runs the suite is touched, nor is a large file fetched again at every run.
 os.environ["OAZOO_HOME"] = str(ROOT / "build" / "test-home")
