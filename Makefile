@@ -54,7 +54,7 @@ test-validation: setup
 
 # The kernels that a GPU would run: shared memory, no assumption about subgroups.
 test-portable: setup
-	@OAZOO_PORTABLE_KERNELS=1 $(PYTEST) tests/ops tests/models
+	@OAZOO_PORTABLE_KERNELS=1 $(PYTEST) -m "not heavy" tests/ops tests/models
 
 test-mesa22: setup
 	@sh tools/mesa22.sh
