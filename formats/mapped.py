@@ -12,6 +12,7 @@ import os
 import stat
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,6 +43,17 @@ class MappedFile:
         grain = mmap.ALLOCATIONGRANULARITY
         self._window = -(-max(_SMALLEST_WINDOW, self.size // _MOST_WINDOWS) // grain) * grain
         self._windows: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+
+    @contextmanager
+    def reading_head(self) -> Iterator[None]:
+        """While a reader opens the file: a failure closes it, and a FormatError names it."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, FormatError) and not str(error).startswith(str(self.path)):
+                raise FormatError(f"{self.path}: {error}") from error
+            raise
 
     def read(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes at ``offset``; FormatError if the file has fewer. Allocates no more than it reads."""

@@ -62,13 +62,8 @@ class TorchSource(WeightSource):
         self.path = Path(path)
         self.files = (self.path,)
         self._file = MappedFile(self.path)
-        try:
+        with self._file.reading_head():
             self._open()
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, FormatError) and not str(error).startswith(str(self.path)):
-                raise FormatError(f"{self.path}: {error}") from error
-            raise
 
     def _open(self) -> None:
         records = _records(self._file)

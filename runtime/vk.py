@@ -78,11 +78,6 @@ def check(result: int, what: str) -> None:
     raise DeviceError(f"{what}: {reason}")
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Call a raw function that returns a VkResult, and check it. For set-up code; hot paths call ``lib`` directly."""
-    check(getattr(load().lib, name)(*arguments), name)
-
-
 def enumerate_all(name: str, ctype: str, *arguments: Any) -> tuple[Any, int]:
     """Vulkan's two-call idiom: ask for the count, then for the array.
 

@@ -105,6 +105,24 @@ def check_equal(first: Tokenizer, second: Tokenizer, where: str) -> None:
             )
 
 
+def byte_level_bpe(
+    vocab: Mapping[str, int], merges: Iterable[Any], *, whole_words: bool = False
+) -> dict[str, Any]:
+    """The ``model`` object of a byte-level BPE; ``whole_words``: a word that is a token is taken without merging."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": whole_words,
+        "vocab": dict(vocab),
+        "merges": list(merges),
+    }
+
+
 def tokenizer_json(
     *,
     model: Mapping[str, Any],

@@ -62,6 +62,19 @@ class TensorPlan:
             (source, self.encoding) not in _EXACT for source in self.source_encodings
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """The plan of this tensor as JSON values."""
+        return {
+            "target": self.target,
+            "shape": list(self.shape),
+            "encoding": self.encoding,
+            "bytes": self.nbytes,
+            "sources": list(self.rule.sources),
+            "source_encodings": list(self.source_encodings),
+            "transform": self.rule.transform.name,
+            "action": self.action,
+        }
+
     def working_bytes(self, source: WeightSource) -> int:
         """Memory that streaming this tensor takes beyond the mapped source, in bytes (an upper estimate)."""
         stored = sum(source[name].info.nbytes for name in self.rule.sources)

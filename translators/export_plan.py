@@ -18,7 +18,7 @@ from oazoo.formats.source import TensorInfo
 from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, DTYPES, Measured, TensorPlan, stream
 from oazoo.translators.exporter import NAMINGS, Outgoing, check_reads_back, outgoing
-from oazoo.translators.plan import any_layer
+from oazoo.translators.plan import weights_table
 from oazoo.translators.rules import Rule, invert
 from oazoo.translators.settings import Settings
 
@@ -90,50 +90,19 @@ class ExportPlan:
             "dtype": self.dtype,
             "weight_bytes": self.weight_bytes,
             "peak_bytes": self.peak_bytes,
-            "tensors": [
-                {
-                    "target": tensor.target,
-                    "shape": list(tensor.shape),
-                    "encoding": tensor.encoding,
-                    "bytes": tensor.nbytes,
-                    "sources": list(tensor.rule.sources),
-                    "source_encodings": list(tensor.source_encodings),
-                    "transform": tensor.rule.transform.name,
-                    "action": tensor.action,
-                }
-                for tensor in self.tensors
-            ],
+            "tensors": [tensor.to_json() for tensor in self.tensors],
             "notes": list(self.notes),
         }
 
     def table(self) -> Table:
         """The plan as a table for people, the same weight of all layers on one line."""
-        from rich import box
-        from rich.table import Table
         from rich.text import Text
 
         title = f"{self.config.family} → {self.container} ({self.out.architecture})"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("target", "shape", "encoding", "source", "stored as", "transform"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("tensors", "bytes"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for tensor in self.tensors:
-            cells: tuple[str, ...] = (
-                any_layer(tensor.target),
-                "×".join(map(str, tensor.shape)),
-                tensor.encoding,
-                any_layer(", ".join(tensor.rule.sources)),
-                ", ".join(dict.fromkeys(tensor.source_encodings)),
-                tensor.rule.transform.name,
-            )
-            groups.setdefault(cells, []).append(tensor.nbytes)
+        table = weights_table(title, self.tensors)
         for name, values in self.out.extra.items():
-            groups[name, "×".join(map(str, values.shape)), "f32", "(config)", "", ""] = [values.nbytes]
-        for row, sizes in groups.items():
-            # Names come from the file: Text keeps them from being read as markup.
-            table.add_row(*map(Text, (*row, str(len(sizes)), f"{sum(sizes):,}")))
+            shape = "×".join(map(str, values.shape))
+            table.add_row(*map(Text, (name, shape, "f32", "(config)", "", "", "1", f"{values.nbytes:,}")))
         return table
 
 

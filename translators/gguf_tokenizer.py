@@ -8,7 +8,14 @@ from typing import Any
 
 from oazoo.errors import TokenizerError
 from oazoo.translators import sentencepiece_bpe as spm
-from oazoo.translators.assets import PROBE, Assets, check_vocabulary, load_tokenizer, tokenizer_json
+from oazoo.translators.assets import (
+    PROBE,
+    Assets,
+    byte_level_bpe,
+    check_vocabulary,
+    load_tokenizer,
+    tokenizer_json,
+)
 from oazoo.translators.pretokenizers import pre_tokenizer
 from oazoo.translators.settings import Settings
 from oazoo.translators.translator import Checkpoint
@@ -87,18 +94,7 @@ def build(meta: Settings, tokens: Sequence[str]) -> bytes:
     ]
     prefix, suffix = _ends(meta, tokens, add_bos=split.add_bos)
     return tokenizer_json(
-        model={
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": split.whole_words,
-            "vocab": vocab,
-            "merges": _merges(meta, vocab),
-        },
+        model=byte_level_bpe(vocab, _merges(meta, vocab), whole_words=split.whole_words),
         added=added,
         normalizer=split.normalizer,
         pre_tokenizer=split.to_json(),

@@ -21,6 +21,7 @@ from oazoo.errors import TokenizerError, TranslationError
 from oazoo.translators import sentencepiece_model
 from oazoo.translators.assets import (
     Assets,
+    byte_level_bpe,
     check_equal,
     check_vocabulary,
     load_tokenizer,
@@ -202,18 +203,7 @@ def _gpt2(folder: _Folder) -> bytes:
     split = PRE_TOKENIZERS["gpt-2"]
     end = "<|endoftext|>"
     return tokenizer_json(
-        model={
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": dict(vocab),
-            "merges": merges,
-        },
+        model=byte_level_bpe(vocab, merges),
         added=[(vocab[end], end, True)] if end in vocab else [],
         normalizer=None,
         pre_tokenizer=split.to_json(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +38,34 @@ _NO_HASH = "0" * 64
 def any_layer(name: str) -> str:
     """A tensor's name with ``*`` for the number of its layer, so that all layers read alike."""
     return re.sub(r"\.[0-9]+\.", ".*.", name)
+
+
+def weights_table(title: str, tensors: Sequence[TensorPlan]) -> Table:
+    """What becomes of each weight as a table for people, the same weight of all layers on one line."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("target", "shape", "encoding", "source", "stored as", "transform"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("tensors", "bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for tensor in tensors:
+        cells = (
+            any_layer(tensor.target),
+            "×".join(map(str, tensor.shape)),
+            tensor.encoding,
+            any_layer(", ".join(tensor.rule.sources)),
+            ", ".join(dict.fromkeys(tensor.source_encodings)),
+            tensor.rule.transform.name,
+        )
+        groups.setdefault(cells, []).append(tensor.nbytes)
+    for row, sizes in groups.items():
+        # Names come from the file: Text keeps them from being read as markup.
+        table.add_row(*map(Text, (*row, str(len(sizes)), f"{sum(sizes):,}")))
+    return table
 
 
 @dataclass(frozen=True)
@@ -160,20 +188,7 @@ class Plan:
             "dtype": self.dtype,
             "output_bytes": self.output_bytes,
             "peak_bytes": self.peak_bytes,
-            "tensors": [
-                {
-                    "target": tensor.target,
-                    "shape": list(tensor.shape),
-                    "encoding": tensor.encoding,
-                    "bytes": tensor.nbytes,
-                    "sources": list(tensor.rule.sources),
-                    "source_encodings": list(tensor.source_encodings),
-                    "transform": tensor.rule.transform.name,
-                    "action": tensor.action,
-                    "may_round": tensor.may_round,
-                }
-                for tensor in self.tensors
-            ],
+            "tensors": [{**tensor.to_json(), "may_round": tensor.may_round} for tensor in self.tensors],
             "ignored": [{"source": name, "reason": reason} for name, reason in self.checked.ignored],
             "assets": {name: len(data) for name, data in self.assets.files().items()},
             "generation": dict(self.assets.generation),
@@ -182,30 +197,9 @@ class Plan:
 
     def table(self) -> Table:
         """The plan as a table for people, the same weight of all layers on one line; ignored tensors come last."""
-        from rich import box
-        from rich.table import Table
         from rich.text import Text
 
-        title = f"{self.translator.title} → {self.config.family}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("target", "shape", "encoding", "source", "stored as", "transform"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("tensors", "bytes"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for tensor in self.tensors:
-            cells = (
-                any_layer(tensor.target),
-                "×".join(map(str, tensor.shape)),
-                tensor.encoding,
-                any_layer(", ".join(tensor.rule.sources)),
-                ", ".join(dict.fromkeys(tensor.source_encodings)),
-                tensor.rule.transform.name,
-            )
-            groups.setdefault(cells, []).append(tensor.nbytes)
-        for row, sizes in groups.items():
-            # Names come from the file: Text keeps them from being read as markup.
-            table.add_row(*map(Text, (*row, str(len(sizes)), f"{sum(sizes):,}")))
+        table = weights_table(f"{self.translator.title} → {self.config.family}", self.tensors)
         reasons: dict[tuple[str, str], int] = {}
         for name, reason in self.checked.ignored:
             key = any_layer(name), reason

@@ -23,22 +23,13 @@ from oazoo.zoo import quantize as module
 from oazoo.zoo.quantize import quantize
 
 
-def rule_q8(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """What Q8 makes of values, from the specification: blocks of 32 of the flattened tensor, scale = max / 127."""
+def rule(values: npt.NDArray[Any], top: int) -> npt.NDArray[np.float32]:
+    """What packing makes of values, from the specification: blocks of 32 of the flattened tensor, scale = max / top, codes
+    from -top to top (127 for Q8, 7 for Q4)."""
     flat = values.astype(np.float32).reshape(-1)
     blocks = np.zeros((-(-flat.size // 32), 32), np.float32)
     blocks.reshape(-1)[: flat.size] = flat
-    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    scale[scale == 0] = 1
-    return (np.rint(blocks / scale) * scale).reshape(-1)[: flat.size].reshape(values.shape)
-
-
-def rule_q4(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The same for Q4: scale = max / 7, codes from -7 to 7."""
-    flat = values.astype(np.float32).reshape(-1)
-    blocks = np.zeros((-(-flat.size // 32), 32), np.float32)
-    blocks.reshape(-1)[: flat.size] = flat
-    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7)
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(top)
     scale[scale == 0] = 1
     return (np.rint(blocks / scale) * scale).reshape(-1)[: flat.size].reshape(values.shape)
 
@@ -77,9 +68,9 @@ def dense(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("to", "rule"), [("q8", rule_q8), ("q4", rule_q4)])
+@pytest.mark.parametrize(("to", "top"), [("q8", 127), ("q4", 7)])
 def test_values_are_those_of_the_rule(
-    dense: Path, tmp_path: Path, to: str, rule: Any, oamref: Any, monkeypatch: pytest.MonkeyPatch
+    dense: Path, tmp_path: Path, to: str, top: int, oamref: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 64)  # several chunks, the last one short
     out = tmp_path / "out.oam"
@@ -92,7 +83,7 @@ def test_values_are_those_of_the_rule(
     packed = {"embed.weight", "layers.0.attn.q.weight", "layers.0.attn.k.weight"}
     assert {name for name, code in codes.items() if code} == packed
     for name, array in original.items():
-        wanted = rule(array) if name in packed else array
+        wanted = rule(array, top) if name in packed else array
         assert np.array_equal(values[name], wanted), name
     assert report.output_bytes == out.stat().st_size
     assert report.packed_bytes == sum(original[name].nbytes for name in packed)
