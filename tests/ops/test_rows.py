@@ -12,10 +12,10 @@ import pytest
 from oazoo.errors import DeviceError
 from oazoo.formats.quant import decode
 from oazoo.runtime import Tensor, get_device
-from oazoo.runtime.ops.activation import gelu_erf, gelu_tanh, silu_mul
+from oazoo.runtime.ops.activation import activate, activate_gated, softcap
 from oazoo.runtime.ops.attention import attention, rope_and_cache, rotary_attention
 from oazoo.runtime.ops.embedding import embedding
-from oazoo.runtime.ops.norm import layer_norm, rms_norm
+from oazoo.runtime.ops.norm import layer_norm, query_key_norm, rms_norm
 from oazoo.runtime.ops.pack import pack
 
 F64 = npt.NDArray[np.float64]
@@ -52,10 +52,14 @@ def test_norms(shape: tuple[int, int], variant: str | None) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3072), (7, 10), (130, 96), (0, 4)])
-def test_silu_mul(shape: tuple[int, int]) -> None:
+def test_gated_activations(shape: tuple[int, int]) -> None:
     x = (np.random.default_rng(2).normal(size=shape) * 8).astype(np.float32)
     gate, up = np.split(x.astype(np.float64), 2, axis=1)
-    close(silu_mul(device_array(x)).numpy(), gate / (1 + np.exp(-gate)) * up)
+    close(activate_gated(device_array(x)).numpy(), gate / (1 + np.exp(-gate)) * up)
+    tanh = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    close(activate_gated(device_array(x), "gelu_tanh").numpy(), tanh * up)
+    exact = 0.5 * gate * (1 + np.vectorize(math.erf, otypes=[np.float64])(gate / math.sqrt(2)))
+    close(activate_gated(device_array(x), "gelu").numpy(), exact * up)
 
 
 def test_activations_at_the_ends() -> None:
@@ -63,12 +67,16 @@ def test_activations_at_the_ends() -> None:
     with np.errstate(over="ignore"):
         wide = x.astype(np.float64)
         wanted = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-    got = gelu_tanh(device_array(x)).numpy()
+    got = activate(device_array(x), "gelu_tanh").numpy()
     assert np.allclose(got, wanted, rtol=1e-5, atol=1e-7)
     many = (np.random.default_rng(3).normal(size=(77, 1001)) * 4).astype(np.float32)
     wide = many.astype(np.float64)
     wanted = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-    close(gelu_tanh(device_array(many)).numpy(), wanted)
+    close(activate(device_array(many), "gelu_tanh").numpy(), wanted)
+    ends = x.astype(np.float64)
+    wanted = np.where(ends < -700, 0, ends / (1 + np.exp(-np.maximum(ends, -700))))
+    assert np.allclose(activate(device_array(x), "silu").numpy(), wanted, rtol=1e-6, atol=1e-35)
+    close(activate(device_array(many), "silu").numpy(), wide / (1 + np.exp(-wide)))
 
 
 def test_exact_gelu() -> None:
@@ -77,10 +85,10 @@ def test_exact_gelu() -> None:
     x = np.concatenate([ends, np.linspace(-14, 14, 69990)]).astype(np.float32).reshape(7, -1)
     wide = x.astype(np.float64)
     wanted = 0.5 * wide * (1 + np.vectorize(math.erf)(wide / math.sqrt(2)))
-    got = gelu_erf(device_array(x)).numpy()
+    got = activate(device_array(x), "gelu").numpy()
     assert got.shape == x.shape and np.abs(got - wanted)[np.abs(x) < 100].max() <= 1e-6
     assert np.allclose(got, wanted, rtol=1e-6, atol=1e-6)
-    assert gelu_erf(device_array(np.zeros((0, 4), np.float32))).numpy().shape == (0, 4)
+    assert activate(device_array(np.zeros((0, 4), np.float32)), "gelu").numpy().shape == (0, 4)
 
 
 @pytest.mark.parametrize("encoding", ["f32", "f16", "bf16", "q8", "q4"])
@@ -279,4 +287,4 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(DeviceError, match="multiple of 4 bytes"):
         embedding(Tensor.empty(device, (1,), "i32"), Tensor.empty(device, (4, 3), "f16").rows(1, 4))
     with pytest.raises(DeviceError, match="do not split"):
-        silu_mul(Tensor.empty(device, (1, 3)))
+        activate_gated(Tensor.empty(device, (1, 3)))
