@@ -28,7 +28,7 @@ from oazoo.translators.decoders import (
     refuse_active,
     tied_copy,
 )
-from oazoo.translators.rope import hf_rope
+from oazoo.translators.rope import hf_rope, hf_rotary_dim
 from oazoo.translators.rules import Identity, RopePermute, Rule, Transform
 from oazoo.translators.settings import Settings
 from oazoo.translators.translator import Checkpoint, Translation, Translator
@@ -65,6 +65,10 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
     if qwen3 and "head_dim" not in settings:
         sizes["head_dim"] = 128
     theta, scaling = hf_rope(settings)
+    if hf_rotary_dim(settings, sizes["head_dim"]) is not None:
+        raise TranslationError(
+            f"{settings.where}: partial_rotary_factor other than 1 is not supported for {_TITLE}"
+        )
     window, layer_types = _hf_window(settings, sizes["num_layers"], qwen2 or qwen3, notes)
     # Qwen2 and Mistral fix their biases in code; Llama and Qwen3 read them from the config.
     bias = settings.boolean("attention_bias", False) if not (qwen2 or mistral) else qwen2
