@@ -300,7 +300,7 @@ class _Export:
                     self._tell("read again", min(_STEP, raw.size - start))
                 if total != self._sums[name]:
                     raise OutputError(f"{path}: {name} was not written as it was meant: is the disk sound?")
-            check_same_model(open_checkpoint(written), self.plan.config)
+            check_same_model(open_checkpoint(written), self.plan.out.reads_as or self.plan.config)
 
     def _tell(self, label: str, size: int, total: int | None = None) -> None:
         self._done += size

@@ -41,7 +41,8 @@ class Outgoing:
     """What an exporter says about one model.
 
     ``settings`` are entries of config.json, or GGUF key/values. ``rules`` are the import map of such a checkpoint, to
-    be run backwards. ``extra`` are float32 tensors that hold settings rather than weights.
+    be run backwards. ``extra`` are float32 tensors that hold settings rather than weights. ``reads_as`` is the config that
+    the file reads back as, where it says the same in other terms (norm weights with the offset added).
     """
 
     naming: str
@@ -50,6 +51,7 @@ class Outgoing:
     rules: Sequence[Rule]
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    reads_as: ModelConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ def check_reads_back(out: Outgoing, config: ModelConfig, infos: Sequence[TensorI
     """
     source = _PlannedSource(path, out, infos)
     folder = path if out.naming == "hf" else None
-    check_same_model(Checkpoint(source, out.naming, out.settings, folder, (out.architecture,)), config)
+    check_same_model(
+        Checkpoint(source, out.naming, out.settings, folder, (out.architecture,)), out.reads_as or config
+    )
 
 
 def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
