@@ -6,7 +6,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +30,15 @@ class Progress(Protocol):
     """Told how far a step has come: ``done`` of ``total`` bytes."""
 
     def __call__(self, label: str, done: int, total: int | None, unit: str = "bytes") -> None: ...
+
+
+class Findings(Protocol):
+    """What a check of the result found (:class:`oazoo.zoo.check.CheckReport`; checking needs a device, converting none)."""
+
+    @property
+    def passed(self) -> bool: ...
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,8 @@ class ConversionReport:
     ignored: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     source: Mapping[str, Any]
+    #: What comparing the result with its source found, if that was asked for.
+    check: Findings | None = field(default=None, kw_only=True)
 
     @property
     def rounded(self) -> tuple[TensorReport, ...]:
@@ -108,6 +119,7 @@ class ConversionReport:
             "ignored": [{"source": name, "reason": reason} for name, reason in self.ignored],
             "notes": list(self.notes),
             "source": dict(self.source),
+            **({} if self.check is None else {"check": self.check.to_json()}),
         }
 
     def summary(self) -> list[str]:

@@ -7,6 +7,13 @@ from oazoo.models.session import CausalModel
 from oazoo.runtime import Device
 
 
+def why_not_run(config: ModelConfig) -> str | None:
+    """Why a model of this configuration is kept as weights and not run yet; None if it runs."""
+    if isinstance(config, DecoderConfig) and config.num_experts:
+        return "its weights are kept; running a mixture of experts is not there yet"
+    return None
+
+
 def build(config: ModelConfig, device: Device) -> CausalModel:
     """The module of a configuration, its parameters not loaded yet."""
     if isinstance(config, DecoderConfig):
@@ -19,4 +26,4 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
     return NanoGPT(config, device)
 
 
-__all__ = ["CausalModel", "build"]
+__all__ = ["CausalModel", "build", "why_not_run"]

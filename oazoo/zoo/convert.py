@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def convert(
     dtype: str = "keep",
     overwrite: bool = False,
     with_tokenizer: bool = True,
+    check: bool = False,
+    check_tolerance: float | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> ConversionReport:
@@ -50,15 +53,23 @@ def convert(
             without loss where the format can (Q8_0 → q8, Q4_0 → q4), and makes the others f16.
         overwrite: replace an existing output.
         with_tokenizer: carry tokenizer and chat template.
+        check: compare logits with the source afterwards; the report's ``check`` is then a
+            :class:`oazoo.zoo.check.CheckReport`. Needs a Vulkan device. The file is kept whatever the check finds.
+        check_tolerance: see :func:`oazoo.zoo.check.check_conversion`.
         progress: called with how far the work has come.
         notify: called with a line for each thing worth knowing about a download.
 
     Raises:
-        OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind.
+        OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind. With
+            ``check`` also DeviceError, and the file is there.
     """
+    from oazoo.zoo.check import check_conversion
+    from oazoo.zoo.check import check_tolerance as checked
+
+    checked(check_tolerance)
     pulled = fetch(source, progress, notify)
     check_not_input(output, pulled.files)
-    return translate(
+    report = translate(
         pulled.path,
         output,
         arch=arch,
@@ -68,6 +79,10 @@ def convert(
         provenance=provenance_of(pulled),
         with_tokenizer=with_tokenizer,
     )
+    if not check:
+        return report
+    found = check_conversion(pulled.path, report, arch=arch, tolerance=check_tolerance)
+    return replace(report, check=found)
 
 
 def plan_conversion(
