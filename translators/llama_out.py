@@ -17,7 +17,13 @@ def _biases(config: DecoderConfig) -> tuple[bool, bool, bool]:
     return config.attention_bias, config.attention_output_bias, config.mlp_bias
 
 
+def _no_experts(config: DecoderConfig) -> None:
+    if config.num_experts:
+        raise TranslationError("it has no experts")
+
+
 def _hf(config: DecoderConfig, architecture: str, model_type: str, **own: Any) -> Outgoing:
+    _no_experts(config)
     settings = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -71,6 +77,7 @@ def _hf_qwen2(config: DecoderConfig) -> Outgoing:
 
 
 def _gguf(config: DecoderConfig, arch: str) -> Outgoing:
+    _no_experts(config)
     at = f"{arch}."
     rope, extra = gguf_rope_settings(config, arch)
     settings: dict[str, Any] = {

@@ -133,6 +133,15 @@ def choose(checkpoint: Checkpoint, arch: str = "auto") -> Translator:
     )
 
 
+def _state_spaces(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The architecture of a checkpoint of the state-spaces/mamba repository, which names only the kind of its blocks."""
+    block = config.get("ssm_cfg")
+    if not isinstance(block, Mapping) or "d_model" not in config:
+        return ()
+    layer = block.get("layer", "Mamba1")
+    return (layer,) if isinstance(layer, str) else ()
+
+
 def open_checkpoint(source: WeightSource, arch: str = "auto") -> Checkpoint:
     """Find the settings that belong to an opened source; none are looked for when ``arch`` is ``"raw"``.
 
@@ -169,7 +178,7 @@ def open_checkpoint(source: WeightSource, arch: str = "auto") -> Checkpoint:
         names = config.get("architectures") or ()
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise TranslationError(f"{path}: architectures must be a list of texts")
-        return Checkpoint(source, "hf", config, folder, tuple(names))
+        return Checkpoint(source, "hf", config, folder, tuple(names) or _state_spaces(config))
     if source.format == "oam":
         raise TranslationError(
             f"{source.path} is an .oam already; to pack it: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oazoo.configs import DecoderConfig, ModelConfig, NanoGPTConfig
+from oazoo.configs import DecoderConfig, Mamba3Config, MambaConfig, ModelConfig, NanoGPTConfig
 from oazoo.models.session import CausalModel
 from oazoo.runtime import Device
 
@@ -11,6 +11,8 @@ def why_not_run(config: ModelConfig) -> str | None:
     """Why a model of this configuration is kept as weights and not run yet; None if it runs."""
     if isinstance(config, DecoderConfig) and config.num_experts:
         return "its weights are kept; running a mixture of experts is not there yet"
+    if isinstance(config, (MambaConfig, Mamba3Config)):
+        return f"its weights are kept; running models of the family {config.family!r} is not there yet"
     return None
 
 
