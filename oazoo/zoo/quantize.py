@@ -36,6 +36,7 @@ _NEVER = (
         (
             "*.moe.router.*",
             "*.moe.shared_gate.*",
+            "*.shared_expert_gate.*",
             "*.ffn_gate_inp*",
             "*.block_sparse_moe.gate.*",
             "model.layers.*.mlp.gate.weight",
