@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +19,7 @@ from oazoo.formats.source import WeightSource
 from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
 from oazoo.translators.plan import Plan, any_layer, plan
 from oazoo.translators.raw_config import RawConfig
+from oazoo.translators.translator import Translator
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -178,6 +179,7 @@ def convert(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
     with_tokenizer: bool = True,
+    own: Sequence[Translator] = (),
 ) -> ConversionReport:
     """Convert a checkpoint to an ``.oam`` file, in memory bounded by its largest tensor.
 
@@ -194,6 +196,7 @@ def convert(
             ``files``, a mapping from file name to the SHA-256 that the file must have; ``generation``, defaults of
             sampling for where the source has none of its own.
         with_tokenizer: ``False`` to store the weights only.
+        own: translators of a map of the caller's; see :func:`oazoo.translators.plan.plan`.
 
     Raises:
         OazooError: see :func:`oazoo.translators.plan.plan` for the source and
@@ -201,7 +204,7 @@ def convert(
             does not fit ``dtype``.
     """
     target = check_output(out, overwrite=overwrite)
-    with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance) as planned:
+    with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance, own=own) as planned:
         _check_disk(planned, target)
         _check_ties(planned)
         hashes = _hashes(planned, _known_hashes(planned.provenance), progress)

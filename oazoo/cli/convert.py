@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     help="Translator to use. raw: keep every tensor under its own name, without a model.",
 )
 @click.option(
+    "--map",
+    "map_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A map of your own, .toml or .py, instead of the built-in ones. A .py file is run: name only what you trust.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["keep", "f32", "f16", "bf16"]),
     default="keep",
@@ -59,6 +66,7 @@ def command(
     source: str,
     output: Path | None,
     arch: str,
+    map_file: Path | None,
     dtype: str,
     no_tokenizer: bool,
     dry_run: bool,
@@ -89,7 +97,13 @@ def command(
         with (
             progress_bar() as progress,
             plan_conversion(
-                source, arch=arch, dtype=dtype, with_tokenizer=not no_tokenizer, progress=progress, notify=say
+                source,
+                arch=arch,
+                dtype=dtype,
+                with_tokenizer=not no_tokenizer,
+                map_file=map_file,
+                progress=progress,
+                notify=say,
             ) as planned,
         ):
             if as_json:
@@ -113,6 +127,7 @@ def command(
             dtype=dtype,
             overwrite=force,
             with_tokenizer=not no_tokenizer,
+            map_file=map_file,
             check=check,
             check_tolerance=check_tolerance,
             progress=progress,

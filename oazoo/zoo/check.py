@@ -143,7 +143,7 @@ def check_conversion(
     if why:
         return CheckReport(why_not=why)
     with open_source(source) as opened:
-        checkpoint = open_checkpoint(opened, arch)
+        checkpoint = open_checkpoint(opened, arch, own_map=True)
         try:
             reference = reference_for(opened, checkpoint.naming, checkpoint.config, checkpoint.declared)
         except NoReferenceError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from oazoo.formats.atomic import check_not_input
 from oazoo.translators.convert import ConversionReport, Progress
 from oazoo.translators.convert import convert as translate
+from oazoo.translators.own_map import load_map
 from oazoo.translators.plan import Plan, plan
 from oazoo.zoo.cards import load_card
 from oazoo.zoo.pull import PulledModel, pull
@@ -38,6 +39,7 @@ def convert(
     dtype: str = "keep",
     overwrite: bool = False,
     with_tokenizer: bool = True,
+    map_file: str | Path | None = None,
     check: bool = False,
     check_tolerance: float | None = None,
     progress: Progress | None = None,
@@ -53,6 +55,8 @@ def convert(
             without loss where the format can (Q8_0 → q8, Q4_0 → q4), and makes the others f16.
         overwrite: replace an existing output.
         with_tokenizer: carry tokenizer and chat template.
+        map_file: a map of your own, ``.toml`` or ``.py``, to be used instead of the built-in ones; see
+            docs/tutorial-own-map.md. A Python file is run: name only what you trust.
         check: compare logits with the source afterwards; the report's ``check`` is then a
             :class:`oazoo.zoo.check.CheckReport`. Needs a Vulkan device. The file is kept whatever the check finds.
         check_tolerance: see :func:`oazoo.zoo.check.check_conversion`.
@@ -67,6 +71,7 @@ def convert(
     from oazoo.zoo.check import check_tolerance as checked
 
     checked(check_tolerance)
+    own = load_map(map_file).translators if map_file is not None else ()
     pulled = fetch(source, progress, notify)
     check_not_input(output, pulled.files)
     report = translate(
@@ -78,10 +83,11 @@ def convert(
         progress=progress,
         provenance=provenance_of(pulled),
         with_tokenizer=with_tokenizer,
+        own=own,
     )
     if not check:
         return report
-    found = check_conversion(pulled.path, report, arch=arch, tolerance=check_tolerance)
+    found = check_conversion(pulled.path, report, arch="auto" if own else arch, tolerance=check_tolerance)
     return replace(report, check=found)
 
 
@@ -91,12 +97,16 @@ def plan_conversion(
     arch: str = "auto",
     dtype: str = "keep",
     with_tokenizer: bool = True,
+    map_file: str | Path | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """The checked plan of a conversion, for ``--dry-run``; close it."""
+    own = load_map(map_file).translators if map_file is not None else ()
     pulled = fetch(source, progress, notify)
-    return plan(pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled))
+    return plan(
+        pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled), own=own
+    )
 
 
 def fetch(
