@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oazoo.errors import OazooError
 from oazoo.formats.atomic import check_not_input
 from oazoo.translators.convert import ConversionReport, Progress
 from oazoo.translators.convert import convert as translate
@@ -87,7 +88,10 @@ def convert(
     )
     if not check:
         return report
-    found = check_conversion(pulled.path, report, arch="auto" if own else arch, tolerance=check_tolerance)
+    try:
+        found = check_conversion(pulled.path, report, arch="auto" if own else arch, tolerance=check_tolerance)
+    except OazooError as error:
+        raise type(error)(f"{output} is converted and kept, but could not be checked: {error}") from error
     return replace(report, check=found)
 
 

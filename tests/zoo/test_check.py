@@ -194,3 +194,18 @@ def test_weights_that_are_not_numbers(tmp_path: Path) -> None:
     done = command(folder, "-o", tmp_path / "m.oam", "--check", "--json")
     data = json.loads(done.stdout)["check"]
     assert data["compared"] and data["passed"] is (done.exit_code == 0)
+
+
+def test_without_a_device_the_file_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oazoo.errors import DeviceError
+    from oazoo.zoo import load as loading
+
+    def no_device() -> Any:
+        raise DeviceError("no Vulkan device")
+
+    monkeypatch.setattr(loading, "get_device", no_device)
+    with pytest.raises(
+        DeviceError, match=r"m\.oam is converted and kept, but could not be checked: no Vulkan device"
+    ):
+        oazoo.convert(source_path("llama"), tmp_path / "m.oam", check=True)
+    assert (tmp_path / "m.oam").is_file()
