@@ -142,7 +142,13 @@ def _translate_gguf(checkpoint: Checkpoint) -> Translation:
 
 
 def _translate(checkpoint: Checkpoint) -> Translation:
-    return _translate_gguf(checkpoint) if checkpoint.naming == "gguf" else _translate_hf(checkpoint)
+    if checkpoint.naming != "gguf":
+        return _translate_hf(checkpoint)
+    if checkpoint.settings().get(f"{checkpoint.declared[0]}.expert_count") not in (None, 0):
+        from oazoo.translators.moe import translate_gguf  # GGUF calls Mixtral a llama, too
+
+        return translate_gguf(checkpoint)
+    return _translate_gguf(checkpoint)
 
 
 TRANSLATORS = (

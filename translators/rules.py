@@ -45,6 +45,10 @@ class Transform(ABC):
     def apply(self, sources: Sequence[Array]) -> Array:
         """Values of the target, from arrays of the source shapes."""
 
+    def inverse(self, rule: Rule) -> list[Rule]:
+        """Rules that rebuild the sources of ``rule``, whose transform this is; a TranslationError if there are none."""
+        raise TranslationError(f"{rule} cannot be run backwards")
+
 
 def _single(sources: Sequence[Any], transform: Transform) -> Any:
     if len(sources) != 1:
@@ -399,7 +403,7 @@ def invert(rules: Sequence[Rule]) -> list[Rule]:
             case Slice():
                 slices[rule.sources[0]].append((rule.transform, rule.target))
             case _:
-                raise TranslationError(f"{rule} cannot be run backwards")
+                inverse += rule.transform.inverse(rule)
     for source, parts in slices.items():
         inverse.append(_join(source, sorted(parts, key=lambda part: part[0].start)))
     for source, pieces in interleaved.items():

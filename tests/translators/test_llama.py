@@ -357,7 +357,7 @@ def test_gguf_rope_scaling(tmp_path: Path, extra: dict[str, Any], kind: str | No
         ({"llama.rope.scaling.type": "longrope"}, "LongRoPE"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count"),
         ({"llama.attention.value_length": 16}, "attention.value_length"),
-        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.expert_count": 8}, "expert_used_count is missing"),
         ({"llama.attention.scale": 0.5}, "attention.scale"),
         ({"llama.logit_scale": 0.5}, "logit_scale"),
         ({"llama.attention.causal": False}, "attention.causal"),
