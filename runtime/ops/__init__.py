@@ -9,12 +9,14 @@ from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.linear import gated, linear
 from oazoo.runtime.ops.norm import layer_norm, rms_norm
 from oazoo.runtime.ops.pack import pack
+from oazoo.runtime.ops.scoring import divergence_rows, score_rows
 
 __all__ = [
     "add",
     "argmax",
     "attention",
     "dequantize",
+    "divergence_rows",
     "embedding",
     "gated",
     "gelu_erf",
@@ -25,5 +27,6 @@ __all__ = [
     "rms_norm",
     "rope_and_cache",
     "rotary_attention",
+    "score_rows",
     "silu_mul",
 ]
