@@ -123,7 +123,7 @@ class OamSource(WeightSource):
         section = self._sections[kind]
         if not 0 <= start <= start + size <= section.size:
             raise FormatError(f"{self.path}: {start} to {start + size} is not within {section.name}")
-        return memoryview(self._file.view(section.offset + start, size))
+        return self._file.view(section.offset + start, size).data
 
     @property
     def checked_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -56,7 +57,7 @@ def command(
     """
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
-    more = {}
+    more: dict[str, Any] = {}
     with progress_bar() as progress:
 
         def pack(path: Path | None) -> QuantizeReport:

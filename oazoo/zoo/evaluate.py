@@ -224,10 +224,14 @@ def _evaluate_loaded(
     if bos is not None:
         cut[:, 0] = bos
     start = time.perf_counter()
-    scores, divergences = _run(causal, names, cut, compare, progress)
+    # A model that stands there twice, such as a reference that is evaluated itself, runs once.
+    runs = list(dict.fromkeys(causal))
+    place = [runs.index(model) for model in causal]
+    run_names = [names[place.index(run)] for run in range(len(runs))]
+    scores, divergences = _run(runs, run_names, cut, compare, progress)
     seconds = time.perf_counter() - start
     encoded = text.encode()
-    facts = {
+    facts: dict[str, Any] = {
         "text_tokens": int(ids.size),
         "windows": count,
         "context": context,
@@ -237,11 +241,11 @@ def _evaluate_loaded(
     }
     results = []
     for index in range(1 if compare else 0, len(loaded)):
-        nll = _nll(scores[index])
+        nll = _nll(scores[place[index]])
         mean, error = _mean(nll)
         comparison = None
         if compare:
-            comparison = _comparison(names[0], scores[0], scores[index], divergences[index - 1])
+            comparison = _comparison(names[0], scores[0], scores[place[index]], divergences[place[index]])
         perplexity = _exp(mean)
         results.append(
             Evaluation(
@@ -303,10 +307,10 @@ def _run(
     compare: bool,
     progress: Progress | None,
 ) -> tuple[list[Floats], list[Floats]]:
-    """Scores [tokens, 4] of every model, and divergences [tokens] of all but the first from the first."""
+    """Scores [tokens, 4] of every model, and with ``compare`` the divergences [tokens] of each from the first."""
     count, context = windows.shape
     scores: list[list[Floats]] = [[] for _ in models]
-    divergences: list[list[Floats]] = [[] for _ in models[1:]] if compare else []
+    divergences: list[list[Floats]] = [[] for _ in models] if compare else []
     sessions = [model.new_session(context) for model in models]
     width = models[0].vocab_size
     step = max(1, _LOGIT_BYTES // (4 * width))
@@ -326,9 +330,10 @@ def _run(
                         score = score_rows(logits, targets)
                         if reference is not None:
                             far = divergence_rows(reference[0], logits, reference[1], score)
-                            divergences[index - 1].append(far.numpy().astype(np.float64))
+                            divergences[index].append(far.numpy().astype(np.float64))
                         elif compare:
                             reference = logits, score
+                            divergences[index].append(np.zeros(stop - start))  # from itself
                         scores[index].append(score.numpy().astype(np.float64))
                         if (scores[index][-1][:, ARGMAX] < 0).any():
                             raise FormatError(
