@@ -44,11 +44,13 @@ def _linear() -> dict[str, KernelSpec]:
 
 
 def _rows() -> dict[str, KernelSpec]:
-    """What works on rows of activations: norms, attention, embedding, rotary, activations."""
+    """What works on rows of activations: norms, attention, embedding, rotary, activations, scores."""
     table: dict[str, KernelSpec] = {}
     for lanes in ("Wave8", "Group32"):
         for name, entry in (("rms_norm", "rms"), ("layer_norm", "layer"), ("query_key_norm", "queryKey")):
             table[f"{name}_{lanes.lower()}"] = KernelSpec("norm", f"{entry}{lanes}")
+        for name in ("score", "diverge"):
+            table[f"{name}_{lanes.lower()}"] = KernelSpec("score", f"{name}{lanes}")
     for encoding, weight in WEIGHTS.items():
         table[f"embedding_{encoding}"] = KernelSpec("embedding", f"embed<{weight}>")
         table[f"decode_{encoding}"] = KernelSpec("embedding", f"decode<{weight}>")
