@@ -23,6 +23,8 @@ class KernelSpec:
 WEIGHTS = {"f32": "F32W", "f16": "F16W", "bf16": "BF16W", "q8": "Q8W", "q4": "Q4W"}
 #: Columns of a lane in linear's lanes variant; more in the kernels that leave scaling to the end of a block.
 COLUMNS, CODED_COLUMNS = 2, 4
+#: Columns of a lane in the weight gradient's lanes variants.
+PRODUCT_COLUMNS = (4, 8)
 #: Head widths that have an attention kernel of their own for CPU devices.
 LANES_HEAD_DIMS = (32, 64, 128)
 
@@ -38,6 +40,9 @@ def _linear() -> dict[str, KernelSpec]:
                 table[name] = KernelSpec("linear_lanes", f"{form}<{weight},{rows},{columns},{norm}>")
             table[f"{form}_group_{encoding}"] = KernelSpec("linear_group", f"{form}<{weight}>")
             table[f"{form}_tile_{encoding}"] = KernelSpec("linear_tile", f"{form}<{weight}>")
+        table[f"turn_{encoding}"] = KernelSpec("linear_wide", f"turn<{weight}>")
+    for form in ("linear", "gated"):
+        table[f"{form}_wide"] = KernelSpec("linear_wide", f"wide{form.title()}")
     return table
 
 
@@ -64,7 +69,18 @@ def _rows() -> dict[str, KernelSpec]:
     return table
 
 
+def _products() -> dict[str, KernelSpec]:
+    """The products that go backward through a linear layer."""
+    table = {f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()}
+    table["product_inputs_lanes"] = KernelSpec("product_lanes", "inputs<8,4>")
+    for columns in PRODUCT_COLUMNS:
+        table[f"product_weights_lanes{columns}"] = KernelSpec("product_lanes", f"weightsOf<{columns}>")
+    table["product_weights_tile"] = KernelSpec("product_tile", "weightsOf")
+    return table
+
+
 KERNELS: dict[str, KernelSpec] = {
+    **_products(),
     **_rows(),
     "add_f32": KernelSpec("elementwise", "add"),
     **{

@@ -4,6 +4,7 @@ Every product is ``x · wᵀ`` with w stored [outputs, inputs], as checkpoints h
 decoded inside the kernel; sums are float32. Three variants compute the same:
 
 - ``lanes``: CPU devices with 8 lanes, inputs a multiple of 32; one kernel for single rows and one for 8 rows at a time;
+- ``wide``: the same devices and inputs: weights are decoded and turned over first, which many rows repay;
 - ``group``: any device and size, a workgroup for 4 outputs of a row: for few rows;
 - ``tile``: any device and size, tiles in shared memory: for many rows.
 """
@@ -20,7 +21,7 @@ from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
 
 #: Encodings that weights may have, and the alignment that kernels load them with.
 ENCODINGS = ("f32", "f16", "bf16", "q8", "q4")
-VARIANTS = ("lanes", "group", "tile")
+VARIANTS = ("lanes", "wide", "group", "tile")
 
 _BIAS = (1, 2, 4)
 _RESIDUAL, _NORM, _GELU = 8, 16, 32
@@ -29,6 +30,8 @@ _GROUP_OUTPUTS, _TILE_OUTPUTS, _TILE_ROWS = 4, 32, 32
 _LANES, _LANES_ROWS = 8, 8
 #: Rows up to which a single-row kernel, run once a row, beats the kernel for many.
 _FEW_ROWS = {"lanes": 2, "group": 4}
+#: wide: rows from which turning weights over pays, and the bytes of them that stay in a processor's cache.
+_MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
 
 
 def linear(
@@ -55,7 +58,7 @@ def linear(
         gelu: apply the tanh form of GELU before the residual is added.
         residual: f32 of the result's shape; may be ``out`` itself.
         out: f32 tensor to write the result to; a new one if None.
-        variant: ``lanes``, ``group`` or ``tile``; the fastest that fits if None.
+        variant: ``lanes``, ``wide``, ``group`` or ``tile``; the fastest that fits if None.
 
     Returns:
         f32 [rows, outputs of all weights].
@@ -111,7 +114,7 @@ def gated(
         up_bias: f32 [outputs], or None.
         norm: f32 [inputs]; if given, x first goes through RMSNorm with this weight and ``eps``.
         eps: of the norm.
-        variant: ``lanes``, ``group`` or ``tile``; the fastest that fits if None.
+        variant: ``lanes``, ``wide``, ``group`` or ``tile``; the fastest that fits if None.
 
     Returns:
         f32 [rows, outputs].
@@ -160,13 +163,13 @@ def _prepare(
     fits = fits and (norm is None or norm.address % 8 == 0)
     if variant is None:
         if fits and eight_lanes(x.device):
-            variant = "lanes"
+            variant = "lanes" if rows < _MANY_ROWS else "wide"
         else:
             variant = "group" if rows <= _FEW_ROWS["group"] else "tile"
     require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")
-    if variant == "lanes":
-        require(fits, op, f"{inputs} inputs (or how the tensors lie in memory) do not suit the lanes variant")
-    if norm is not None and (variant == "tile" or (variant == "lanes" and rows > _FEW_ROWS["lanes"])):
+    if variant in ("lanes", "wide"):
+        require(fits, op, f"{inputs} inputs (or how the tensors lie in memory) do not suit the {variant} variant")
+    if norm is not None and (variant in ("tile", "wide") or (variant == "lanes" and rows > _FEW_ROWS["lanes"])):
         x, norm = rms_norm(x, norm, eps), None
     return x, norm, variant
 
@@ -184,6 +187,9 @@ def _run(
     column: int,
     flags: int,
 ) -> None:
+    if variant == "wide":
+        _run_wide(form, x, weights, biases, residual, y, column, flags)
+        return
     rows, inputs = x.shape
     encoding = weights[0].dtype
     if variant == "group":
@@ -242,4 +248,65 @@ def _run(
             first=first,
             flags=flags,
             eps=eps,
+        )
+
+
+def _run_wide(
+    form: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+    y: Tensor,
+    column: int,
+    flags: int,
+) -> None:
+    """Turn the weights over, as many columns at a time as the cache holds, and multiply."""
+    rows, inputs = x.shape
+    device = x.device
+    both = form == "gated"
+    for index, b in enumerate(biases):
+        flags |= _BIAS[index] if b is not None else 0
+    outputs = [w.shape[0] for w in weights]
+    total = outputs[0] if both else sum(outputs)
+    share = max(4, min(-(-total // 4) * 4, _TURNED_BYTES // (4 * inputs) // (8 if both else 4) * 4))
+    turned = Tensor.empty(device, (inputs, 2 * share if both else share))
+    three: list[Tensor | None] = [*biases, None, None][:3]
+    sizes = [*outputs, 0, 0][:3]
+    for start in range(0, total, share):
+        stop = min(start + share, total)
+        at = 0
+        for index, w in enumerate(weights):
+            first = start if both else max(start, at)
+            last = stop if both else min(stop, at + w.shape[0])
+            if first < last:
+                device.kernel(f"turn_{w.dtype}").dispatch(
+                    (-(-(last - first) // _LANES), -(-inputs // 64), 1),
+                    {"w": w},
+                    {"y": turned},
+                    n=w.shape[0],
+                    k=inputs,
+                    row0=first if both else first - at,
+                    rows=last - first,
+                    stride=turned.shape[1],
+                    column=2 * index if both else first - start,
+                    gap=2 * both,
+                )
+            at += w.shape[0]
+        columns = turned.shape[1] if stop - start == share else -(-(stop - start) // 4) * 4 * (1 + both)
+        device.kernel(f"{form}_wide").dispatch(
+            (-(-rows // _LANES_ROWS), -(-columns // (_LANES * 4)), 1),
+            {"x": x, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
+            {"y": y},
+            work=rows * inputs * columns,
+            k=inputs,
+            rows=rows,
+            width=turned.shape[1],
+            start=start,
+            n0=sizes[0],
+            n1=0 if both else sizes[1],
+            n2=sizes[2],
+            stride=y.shape[1],
+            column=column,
+            flags=flags,
         )
