@@ -78,7 +78,7 @@ class GradientTape:
                 one element and no seed, or the tape is spent.
         """
         # An op without a rule never gets here: its result is not reached, and that shows at once.
-        from oazoo.runtime.ops.elementwise import accumulate, fill
+        from oazoo.runtime.ops.arithmetic import accumulate, copied, fill
 
         if self._spent:
             raise DeviceError("this tape has gone backward already; open another for the next step")
@@ -108,11 +108,14 @@ class GradientTape:
                         continue
                     if part.shape != tensor.shape:
                         raise DeviceError(f"a gradient of shape {part.shape} for a tensor of {tensor.shape}")
+                    # A rule may hand the gradient on as it is, to several inputs: what is added to must be its own.
+                    if part.memory is gradient.memory:
+                        part = copied(part) if tensor.requires_grad else part
                     if tensor.requires_grad:
                         tensor.grad = part if tensor.grad is None else accumulate(tensor.grad, part)
-                    else:
-                        before = gradients.get(id(tensor))
-                        gradients[id(tensor)] = part if before is None else accumulate(before, part, fresh=True)
+                        continue
+                    before = gradients.get(id(tensor))
+                    gradients[id(tensor)] = part if before is None else accumulate(copied(before), part)
         self._reached.clear()
 
 

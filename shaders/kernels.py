@@ -71,7 +71,9 @@ def _rows() -> dict[str, KernelSpec]:
 
 def _products() -> dict[str, KernelSpec]:
     """The products that go backward through a linear layer."""
-    table = {f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()}
+    table = {
+        f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()
+    }
     table["product_inputs_lanes"] = KernelSpec("product_lanes", "inputs<8,4>")
     for columns in PRODUCT_COLUMNS:
         table[f"product_weights_lanes{columns}"] = KernelSpec("product_lanes", f"weightsOf<{columns}>")
@@ -79,7 +81,50 @@ def _products() -> dict[str, KernelSpec]:
     return table
 
 
+#: Functions of one number (unary.slang), by the name of their op.
+UNARY = {
+    "relu": "Relu",
+    "leaky_relu": "LeakyRelu",
+    "elu": "Elu",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
+    "silu": "Silu",
+    "softplus": "Softplus",
+    "mish": "Mish",
+    "gelu_tanh": "GeluTanh",
+    "gelu_erf": "GeluErf",
+}
+#: Head widths that have training attention of their own for CPU devices.
+TRAIN_HEAD_DIMS = (16, 32, 64)
+
+
+def _training() -> dict[str, KernelSpec]:
+    """Gradients of what is not a product, losses, and attention over whole sequences."""
+    table: dict[str, KernelSpec] = {}
+    for name, function in UNARY.items():
+        table[f"unary_{name}"] = KernelSpec("unary", f"forward<{function}>")
+        table[f"unary_{name}_back"] = KernelSpec("unary", f"backward<{function}>")
+    for name in ("silu", "gelu_tanh", "gelu_erf"):
+        table[f"gated_{name}"] = KernelSpec("unary", f"gatedForward<{UNARY[name]}>")
+        table[f"gated_{name}_back"] = KernelSpec("unary", f"gatedBackward<{UNARY[name]}>")
+    for lanes in ("Wave8", "Group32"):
+        table[f"norm_back_{lanes.lower()}"] = KernelSpec("norm_back", f"back{lanes}")
+        table[f"cross_entropy_{lanes.lower()}"] = KernelSpec("loss", f"forward{lanes}")
+        table[f"cross_entropy_back_{lanes.lower()}"] = KernelSpec("loss", f"back{lanes}")
+    table["column_sums"] = KernelSpec("norm_back", "columnSums")
+    for name in ("fill", "axpy", "scale", "sum", "columns"):
+        table[name] = KernelSpec("train_rows", name)
+    table["embedding_back"] = KernelSpec("train_rows", "embedBack")
+    table["rotate"] = KernelSpec("attention_train", "rotate")
+    for part in ("forward", "queries", "keys"):
+        table[f"attend_{part}_group"] = KernelSpec("attention_train", f"{part}Group")
+        for dims in TRAIN_HEAD_DIMS:
+            table[f"attend_{part}_lanes_{dims}"] = KernelSpec("attention_train", f"{part}Lanes<{dims}>")
+    return table
+
+
 KERNELS: dict[str, KernelSpec] = {
+    **_training(),
     **_products(),
     **_rows(),
     "add_f32": KernelSpec("elementwise", "add"),

@@ -14,8 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oazoo.errors import DeviceError
+from oazoo.runtime.ops import unary
+from oazoo.runtime.ops.arithmetic import accumulate, split_columns
 from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require_dense
-from oazoo.runtime.ops.norm import rms_norm
+from oazoo.runtime.ops.elementwise import add
+from oazoo.runtime.ops.norm import column_sums, rms_norm
+from oazoo.runtime.ops.product import input_gradient, weight_gradient
+from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
 
@@ -79,6 +84,9 @@ def linear(
     require_dense(y, op, "out", "f32", rows, outputs)
     if residual is not None:
         require_dense(residual, op, "residual", "f32", rows, outputs)
+    if taping(x, residual, norm, *weights, *biases):
+        require(out is None, op, "a product with a gradient goes into a tensor of its own")
+        return _taped_linear(x, weights, biases, norm, eps, gelu, residual)
     x, norm, variant = _prepare(op, x, norm, eps, weights, variant)
     column = at = 0
     while at < len(weights):
@@ -128,10 +136,46 @@ def gated(
         gate.dtype == up.dtype, op, f"gate is {gate.dtype} and up {up.dtype}; they must have one encoding"
     )
     rows = _check(op, x, [gate, up], [gate_bias, up_bias])
+    if taping(x, norm, gate, up, gate_bias, up_bias):
+        return unary.gate(_taped_linear(x, [gate, up], [gate_bias, up_bias], norm, eps, False, None))
     y = Tensor.empty(x.device, (rows, gate.shape[0]))
     x, norm, variant = _prepare(op, x, norm, eps, [gate, up], variant)
     _run("gated", variant, x, [gate, up], [gate_bias, up_bias], norm, eps, None, y, 0, 0)
     return y
+
+
+def _taped_linear(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: Sequence[Tensor | None],
+    norm: Tensor | None,
+    eps: float,
+    gelu: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    """The product as steps that each have a gradient."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    with no_grad():
+        y = linear(x, weights, biases)
+
+    def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
+        parts = [dy] if len(weights) == 1 else split_columns(dy, [w.shape[0] for w in weights])
+        of_x: Tensor | None = None
+        if want[0]:
+            for part, weight in zip(parts, weights, strict=True):
+                some = input_gradient(part, weight)
+                of_x = some if of_x is None else accumulate(of_x, some)
+        of_weights = [weight_gradient(p, x) if w else None for p, w in zip(parts, want[1:], strict=False)]
+        of_biases = [
+            column_sums(p)[0] if w else None for p, w in zip(parts, want[1 + len(weights) :], strict=True)
+        ]
+        return [of_x, *of_weights, *of_biases]
+
+    y = taped(y, (x, *weights, *biases), back)
+    if gelu:
+        y = unary.gelu(y)
+    return y if residual is None else add(y, residual)
 
 
 def _check(op: str, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> int:
@@ -168,8 +212,12 @@ def _prepare(
             variant = "group" if rows <= _FEW_ROWS["group"] else "tile"
     require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")
     if variant in ("lanes", "wide"):
-        require(fits, op, f"{inputs} inputs (or how the tensors lie in memory) do not suit the {variant} variant")
-    if norm is not None and (variant in ("tile", "wide") or (variant == "lanes" and rows > _FEW_ROWS["lanes"])):
+        require(
+            fits, op, f"{inputs} inputs (or how the tensors lie in memory) do not suit the {variant} variant"
+        )
+    if norm is not None and (
+        variant in ("tile", "wide") or (variant == "lanes" and rows > _FEW_ROWS["lanes"])
+    ):
         x, norm = rms_norm(x, norm, eps), None
     return x, norm, variant
 

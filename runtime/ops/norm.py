@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from oazoo.runtime.ops.common import grid, lanes, require_dense
+from oazoo.runtime.tape import taped
 from oazoo.runtime.tensor import Tensor
 
 
@@ -59,4 +62,60 @@ def _norm(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, v
         eps=eps,
         has_bias=int(bias is not None),
     )
-    return y
+
+    def back(dy: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx, stats = Tensor.empty(x.device, x.shape), Tensor.empty(x.device, (rows, 2))
+        x.device.kernel(f"norm_back_{variant or lanes(x.device)}").dispatch(
+            groups,
+            {"x": x, "weight": weight, "dy": dy},
+            {"dx": dx, "stats": stats},
+            width=width,
+            rows=rows,
+            columns=groups[0],
+            eps=eps,
+            centred=int(op == "layer_norm"),
+        )
+        of_bias, of_weight = column_sums(dy, x, stats, bias=want[2], weight=want[1])
+        return dx, of_weight, of_bias
+
+    return taped(y, (x, weight, bias), back)
+
+
+def column_sums(
+    dy: Tensor,
+    x: Tensor | None = None,
+    stats: Tensor | None = None,
+    *,
+    bias: bool = True,
+    weight: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Sums over rows: of ``dy``, which is a bias's gradient, and of ``dy`` times the normalised ``x``, a norm weight's.
+
+    Args:
+        dy: f32 [rows, width].
+        x: f32 [rows, width]; needed for the second.
+        stats: f32 [rows, 2], mean and reciprocal deviation of each row of x; needed for the second.
+        bias: whether the first is wanted.
+        weight: whether the second is wanted.
+
+    Returns:
+        f32 [width] each, or None.
+    """
+    rows, width = dy.shape
+    plain = Tensor.empty(dy.device, (width,)) if bias else None
+    scaled = Tensor.empty(dy.device, (width,)) if weight else None
+    if plain is None and scaled is None:
+        return None, None
+    writes = {name: t for name, t in (("sum", plain), ("scaled", scaled)) if t is not None}
+    reads: dict[str, Tensor | None] = {"dy": dy, "x": x, "stats": stats}
+    reads |= {name: None for name in ("sum", "scaled") if name not in writes}
+    dy.device.kernel("column_sums").dispatch(
+        (-(-width // 8), 1, 1),
+        reads,
+        writes,
+        rows=rows,
+        width=width,
+        want_sum=int(bias),
+        want_scaled=int(weight),
+    )
+    return plain, scaled

@@ -7,8 +7,8 @@ for any device and size.
 from __future__ import annotations
 
 from oazoo.errors import DeviceError
-from oazoo.runtime.ops.elementwise import dequantize
 from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require_dense
+from oazoo.runtime.ops.elementwise import dequantize
 from oazoo.runtime.tensor import Tensor
 
 ENCODINGS = ("f32", "f16", "bf16", "q8", "q4")
@@ -51,7 +51,9 @@ def input_gradient(dy: Tensor, weight: Tensor, *, variant: str | None = None) ->
     return y
 
 
-def weight_gradient(dy: Tensor, x: Tensor, *, out: Tensor | None = None, variant: str | None = None) -> Tensor:
+def weight_gradient(
+    dy: Tensor, x: Tensor, *, out: Tensor | None = None, variant: str | None = None
+) -> Tensor:
     """``dyᵀ · x``: the gradient of the weight where ``y = x · weightᵀ``.
 
     Args:
