@@ -23,7 +23,7 @@ class KernelSpec:
 WEIGHTS = {"f32": "F32W", "f16": "F16W", "bf16": "BF16W", "q8": "Q8W", "q4": "Q4W"}
 #: Columns of a lane in linear's lanes variant; more in the kernels that leave scaling to the end of a block.
 COLUMNS, CODED_COLUMNS = 2, 4
-#: Columns of a lane in the weight gradient's lanes variants.
+#: Columns of a lane in the lanes variants of the backward products.
 PRODUCT_COLUMNS = (4, 8)
 #: Head widths that have an attention kernel of their own for CPU devices.
 LANES_HEAD_DIMS = (32, 64, 128)
@@ -74,9 +74,8 @@ def _products() -> dict[str, KernelSpec]:
     table = {
         f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()
     }
-    table["product_inputs_lanes"] = KernelSpec("product_lanes", "inputs<8,4>")
     for columns in PRODUCT_COLUMNS:
-        table[f"product_weights_lanes{columns}"] = KernelSpec("product_lanes", f"weightsOf<{columns}>")
+        table[f"product_lanes{columns}"] = KernelSpec("product_lanes", f"product<{columns}>")
     table["product_weights_tile"] = KernelSpec("product_tile", "weightsOf")
     return table
 

@@ -19,7 +19,7 @@ from oazoo.runtime.ops.arithmetic import accumulate, split_columns
 from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require_dense
 from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.norm import column_sums, rms_norm
-from oazoo.runtime.ops.product import input_gradient, weight_gradient
+from oazoo.runtime.ops.product import input_gradient, turn, weight_gradient
 from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
@@ -317,8 +317,10 @@ def _run_wide(
         flags |= _BIAS[index] if b is not None else 0
     outputs = [w.shape[0] for w in weights]
     total = outputs[0] if both else sum(outputs)
-    share = max(4, min(-(-total // 4) * 4, _TURNED_BYTES // (4 * inputs) // (8 if both else 4) * 4))
+    share = max(8, min(-(-total // 8) * 8, _TURNED_BYTES // (4 * inputs) // (16 if both else 8) * 8))
     turned = Tensor.empty(device, (inputs, 2 * share if both else share))
+    across = Tensor.empty(device, (inputs, -(-rows // _LANES_ROWS) * _LANES_ROWS))
+    turn(x, across, 0, rows, 0, False)
     three: list[Tensor | None] = [*biases, None, None][:3]
     sizes = [*outputs, 0, 0][:3]
     for start in range(0, total, share):
@@ -328,27 +330,24 @@ def _run_wide(
             first = start if both else max(start, at)
             last = stop if both else min(stop, at + w.shape[0])
             if first < last:
-                device.kernel(f"turn_{w.dtype}").dispatch(
-                    (-(-(last - first) // _LANES), -(-inputs // 64), 1),
-                    {"w": w},
-                    {"y": turned},
-                    n=w.shape[0],
-                    k=inputs,
-                    row0=first if both else first - at,
-                    rows=last - first,
-                    stride=turned.shape[1],
-                    column=2 * index if both else first - start,
-                    gap=2 * both,
+                turn(
+                    w,
+                    turned,
+                    first if both else first - at,
+                    last - first,
+                    4 * index if both else first - start,
+                    both,
                 )
             at += w.shape[0]
-        columns = turned.shape[1] if stop - start == share else -(-(stop - start) // 4) * 4 * (1 + both)
+        columns = turned.shape[1] if stop - start == share else -(-(stop - start) // 8) * 8 * (1 + both)
         device.kernel(f"{form}_wide").dispatch(
-            (-(-rows // _LANES_ROWS), -(-columns // (_LANES * 4)), 1),
-            {"x": x, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
+            (-(-rows // _LANES_ROWS), -(-columns // (_LANES * 8)), 1),
+            {"x": across, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
             {"y": y},
             work=rows * inputs * columns,
             k=inputs,
             rows=rows,
+            x_width=across.shape[1],
             width=turned.shape[1],
             start=start,
             n0=sizes[0],

@@ -38,16 +38,14 @@ def input_gradient(dy: Tensor, weight: Tensor, *, variant: str | None = None) ->
     y = Tensor.empty(dy.device, (rows, inputs))
     if variant is None and weight.dtype != "f32" and rows >= _MANY_ROWS and eight_lanes(dy.device):
         weight = dequantize(weight)
-    fast = (
-        outputs % 8 == 0
-        and inputs % 4 == 0
-        and weight.dtype == "f32"
-        and eight_lanes(dy.device)
-        and weight.address % 8 == 0
-    )
-    variant = _choose(op, fast, variant)
-    name = "inputs_lanes" if variant == "lanes" else f"inputs_tile_{weight.dtype}"
-    _run(op, name, variant, dy, weight, y, outputs, _LANES * 4, False)
+    fast = weight.dtype == "f32" and inputs % 4 == 0 and eight_lanes(dy.device) and weight.address % 8 == 0
+    fast = fast and outputs % 16 == 0 and dy.address % 8 == 0
+    if _choose(op, fast, variant) == "tile":
+        _run(op, f"product_inputs_tile_{weight.dtype}", dy, weight, y, outputs, False)
+    else:
+        across = Tensor.empty(dy.device, (outputs, -(-rows // _LANES) * _LANES))
+        turn(dy, across, 0, rows, 0, False)
+        _run(op, "product_lanes", across, weight, y, outputs, False)
     return y
 
 
@@ -73,11 +71,9 @@ def weight_gradient(
     _check_size(op, x, outputs * inputs)
     y = out if out is not None else Tensor.empty(dy.device, (outputs, inputs))
     require_dense(y, op, "out", "f32", outputs, inputs)
-    columns = 8 if inputs >= 128 and inputs % 8 == 0 else 4
     fast = outputs % 8 == 0 and inputs % 4 == 0 and eight_lanes(dy.device) and x.address % 8 == 0
-    variant = _choose(op, fast, variant)
-    name = f"weights_lanes{columns}" if variant == "lanes" else "weights_tile"
-    _run(op, name, variant, dy, x, y, rows, _LANES * columns, out is not None)
+    name = {"lanes": "product_lanes", "tile": "product_weights_tile"}[_choose(op, fast, variant)]
+    _run(op, name, dy, x, y, rows, out is not None)
     return y
 
 
@@ -93,29 +89,49 @@ def _check_size(op: str, operand: Tensor, results: int) -> None:
         require(count <= MAX_ELEMENTS, op, f"{count:,} elements are more than one run can address")
 
 
-def _run(
-    op: str, name: str, variant: str, a: Tensor, b: Tensor, y: Tensor, inner: int, width: int, add: bool
-) -> None:
+def _run(op: str, name: str, a: Tensor, b: Tensor, y: Tensor, inner: int, add: bool) -> None:
     rows, columns = y.shape
-    height = _LANES
-    if variant == "tile":
-        width = height = _TILE
-    tiles, row_groups = -(-columns // width), -(-rows // height)
+    lanes = name == "product_lanes"
+    share = 8 if columns >= 128 and columns % 8 == 0 else 4
+    width, tall = (_LANES * share, _LANES) if lanes else (_TILE, _TILE)
+    tiles, row_groups = -(-columns // width), -(-rows // tall)
     # lanes: rows along x run first, so a tile of the second operand stays in the nearest cache.
     limits = a.device.info.max_groups[:2]
-    tile_limit, row_limit = limits[::-1] if variant == "lanes" else limits
+    tile_limit, row_limit = limits[::-1] if lanes else limits
     if row_groups > row_limit:
         raise DeviceError(f"{op}: {rows:,} rows are too many for one run on this device")
     for first in range(0, tiles, tile_limit):
         some = min(tiles - first, tile_limit)
-        a.device.kernel(f"product_{name}").dispatch(
-            (row_groups, some, 1) if variant == "lanes" else (some, row_groups, 1),
+        a.device.kernel(f"{name}{share}" if lanes else name).dispatch(
+            (row_groups, some, 1) if lanes else (some, row_groups, 1),
             {"a": a, "b": b},
             {"y": y},
             work=rows * inner * min(columns, some * width),
             rows=rows,
             columns=columns,
             inner=inner,
+            a_width=a.shape[1],
             first=first,
             add=int(add),
         )
+
+
+def turn(w: Tensor, out: Tensor, first: int, rows: int, column: int, gap: bool) -> None:
+    """Rows of ``w`` from ``first`` on as columns of ``out``, from ``column`` on; for 8-lane CPU devices.
+
+    ``w`` is [any, inputs] in any encoding, inputs a multiple of 16. With ``gap``, rows go in fours with four left free after
+    each.
+    """
+    inputs = w.shape[1]
+    w.device.kernel(f"turn_{w.dtype}").dispatch(
+        (-(-rows // _LANES), -(-inputs // 64), 1),
+        {"w": w},
+        {"y": out},
+        n=w.shape[0],
+        k=inputs,
+        row0=first,
+        rows=rows,
+        stride=out.shape[1],
+        column=column,
+        gap=int(gap),
+    )
