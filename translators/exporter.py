@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,10 @@ from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
 from oazoo.translators.engine import check
 from oazoo.translators.rope_out import same_scaling
 from oazoo.translators.rules import Rule
-from oazoo.translators.translator import Checkpoint, choose
+from oazoo.translators.translator import Checkpoint, Translator, choose
+
+if TYPE_CHECKING:
+    from oazoo.translators.own_map import OwnMap
 
 #: Container → whose names it uses.
 NAMINGS = {"safetensors": "hf", "gguf": "gguf"}
@@ -41,7 +44,8 @@ class Outgoing:
     """What an exporter says about one model.
 
     ``settings`` are entries of config.json, or GGUF key/values. ``rules`` are the import map of such a checkpoint, to
-    be run backwards. ``extra`` are float32 tensors that hold settings rather than weights.
+    be run backwards. ``extra`` are float32 tensors that hold settings rather than weights. ``reads_as`` is the config that
+    the file reads back as, where it says the same in other terms (norm weights with the offset added).
     """
 
     naming: str
@@ -50,6 +54,7 @@ class Outgoing:
     rules: Sequence[Rule]
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    reads_as: ModelConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,14 @@ class Exporter:
 
 @cache
 def exporters() -> tuple[Exporter, ...]:
-    """All exporters, in the order in which they are tried."""
+    """All exporters, in the order in which they are tried: those of this package, then those of others."""
     import oazoo.translators as package
+    from oazoo.translators.own_map import plugins
 
     found: list[Exporter] = []
     for module in pkgutil.iter_modules(package.__path__):
         found += getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "EXPORTERS", ())
-    return tuple(found)
+    return (*found, *(entry for plugin in plugins() for entry in plugin.offers.exporters))
 
 
 def exportable() -> list[str]:
@@ -82,13 +88,20 @@ def exportable() -> list[str]:
     return [f"{family} → {words[naming]}: {', '.join(names)}" for (family, naming), names in lines.items()]
 
 
-def outgoing(config: ModelConfig, naming: str, declared: Sequence[str] = ()) -> Outgoing:
+def outgoing(
+    config: ModelConfig, naming: str, declared: Sequence[str] = (), own: OwnMap | None = None
+) -> Outgoing:
     """The first architecture that expresses the model; those that it was declared as come first.
+
+    With a map of the caller's, ``own``, only its exporters are asked.
 
     Raises:
         TranslationError: none does; the message gives the reason of each.
     """
-    known = [entry for entry in exporters() if (entry.family, entry.naming) == (config.family, naming)]
+    entries = exporters() if own is None else own.exporters
+    known = [entry for entry in entries if (entry.family, entry.naming) == (config.family, naming)]
+    if not known and own is not None:
+        raise TranslationError(f"{own.where}: has no exporter for the family {config.family!r} as {naming}")
     if not known:
         raise TranslationError(
             f"models of the family {config.family!r} cannot be exported as {naming}. Supported:\n  "
@@ -140,7 +153,13 @@ class _PlannedSource(WeightSource):
         """Nothing is open."""
 
 
-def check_reads_back(out: Outgoing, config: ModelConfig, infos: Sequence[TensorInfo], path: Path) -> None:
+def check_reads_back(
+    out: Outgoing,
+    config: ModelConfig,
+    infos: Sequence[TensorInfo],
+    path: Path,
+    own: Sequence[Translator] = (),
+) -> None:
     """Read the planned checkpoint with the translator that imports it; it must be the same model.
 
     Raises:
@@ -148,14 +167,15 @@ def check_reads_back(out: Outgoing, config: ModelConfig, infos: Sequence[TensorI
     """
     source = _PlannedSource(path, out, infos)
     folder = path if out.naming == "hf" else None
-    check_same_model(Checkpoint(source, out.naming, out.settings, folder, (out.architecture,)), config)
+    checkpoint = Checkpoint(source, out.naming, out.settings, folder, (out.architecture,))
+    check_same_model(checkpoint, out.reads_as or config, own)
 
 
-def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def check_same_model(checkpoint: Checkpoint, config: ModelConfig, own: Sequence[Translator] = ()) -> None:
     """Translate a checkpoint; it must be the model of ``config``. Raises what :func:`check_reads_back` does."""
     name = ", ".join(checkpoint.declared)
     try:
-        translation = choose(checkpoint).translate(checkpoint)
+        translation = choose(checkpoint, own=own).translate(checkpoint)
         check(checkpoint, translation)
     except TranslationError as error:
         raise TranslationError(

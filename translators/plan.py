@@ -26,7 +26,14 @@ from oazoo.translators.hf_assets import hf_assets
 from oazoo.translators.packed import refuse_packed
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.settings import read_small
-from oazoo.translators.translator import Checkpoint, Translation, Translator, choose, open_checkpoint
+from oazoo.translators.translator import (
+    Checkpoint,
+    Translation,
+    Translator,
+    choose,
+    open_checkpoint,
+    plugin_faults,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,7 +108,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about this conversion."""
-        notes = [*self.checkpoint.source.notes, *self.translation.notes, *self.assets.notes]
+        notes = [*self.checkpoint.source.notes, *self.translation.notes, *self.assets.notes, *plugin_faults()]
         if any(tensor.encoding == "f64" for tensor in self.checked.tensors):
             notes.append(
                 "weights of 64 bits are kept as they are; no model runs in them: --dtype f32 makes them usable"
@@ -227,6 +234,7 @@ def plan(
     *,
     with_tokenizer: bool = True,
     provenance: Mapping[str, Any] | None = None,
+    own: Sequence[Translator] = (),
 ) -> Plan:
     """Plan the conversion of a checkpoint.
 
@@ -238,6 +246,8 @@ def plan(
             ``"keep"``, Q8_0 and Q4_0 weights become Q8 and Q4 without loss, other block encodings f16.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
         provenance: what is known of the source; see :func:`oazoo.translators.convert.convert`.
+        own: translators of a map of the caller's (:func:`oazoo.translators.own_map.load_map`), to be used instead of all
+            others.
 
     Raises:
         UsageError: an unknown ``arch`` or ``dtype``, unknown provenance, or no such file.
@@ -253,9 +263,11 @@ def plan(
         raise UsageError(f"unknown provenance {unknown[0]!r}; known: {', '.join(_PROVENANCE)}")
     opened = source if isinstance(source, WeightSource) else open_source(source)
     try:
-        checkpoint = open_checkpoint(opened, arch)
+        if own and arch == "raw":
+            raise UsageError("a map of your own and --arch raw exclude each other")
+        checkpoint = open_checkpoint(opened, arch, own_map=bool(own))
         refuse_packed(checkpoint)
-        translator = choose(checkpoint, arch)
+        translator = choose(checkpoint, arch, own)
         translation = translator.translate(checkpoint)
         checked = check(checkpoint, translation, dtype)
         rows = translation.config.vocab_size
@@ -268,7 +280,8 @@ def plan(
         else:
             assets, read = hf_assets(checkpoint, rows, with_tokenizer)
             assert checkpoint.folder is not None
-            side_files = (checkpoint.folder / "config.json", *read)
+            settings = checkpoint.folder / "config.json"
+            side_files = (*((settings,) if settings.is_file() else ()), *read)
         return Plan(
             checkpoint,
             translator,

@@ -32,6 +32,13 @@ from oazoo.cli.common import (
     show_default=True,
     help="What weights become. keep: as they are; packed ones stay packed in GGUF where that loses nothing, else f16.",
 )
+@click.option(
+    "--map",
+    "map_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A map of your own, .toml or .py, run backwards. A .py file is run: name only what you trust.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="Weights and settings only.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -42,6 +49,7 @@ def command(
     output: str | None,
     to: str | None,
     dtype: str,
+    map_file: Path | None,
     no_tokenizer: bool,
     dry_run: bool,
     force: bool,
@@ -59,7 +67,9 @@ def command(
         raise click.UsageError("say where to write: -o OUT (or --dry-run --to CONTAINER to see the plan)")
     container = container_for(output, to) if output is not None else str(to)
     if dry_run:
-        model, plan = plan_of(source, container, dtype=dtype, with_tokenizer=not no_tokenizer)
+        model, plan = plan_of(
+            source, container, dtype=dtype, with_tokenizer=not no_tokenizer, map_file=map_file
+        )
         with model:
             if as_json:
                 emit_json(plan.to_json())
@@ -82,6 +92,7 @@ def command(
             dtype=dtype,
             overwrite=force,
             with_tokenizer=not no_tokenizer,
+            map_file=map_file,
             progress=progress,
         )
     if as_json:

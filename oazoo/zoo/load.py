@@ -19,7 +19,7 @@ from oazoo.formats.mapped import open_regular
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import SourceTensor
 from oazoo.generation.text_model import TextModel
-from oazoo.models import CausalModel, build
+from oazoo.models import CausalModel, build, why_not_run
 from oazoo.nn.module import Parameter
 from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
 from oazoo.runtime.ops.common import MAX_ELEMENTS
@@ -195,6 +195,11 @@ def model_config(source: OamSource) -> ModelConfig:
         config = config_from_json(metadata["family"], metadata["model"])
     except OazooError as error:
         raise type(error)(f"{source.path}: {error}") from error
+    why = why_not_run(config)
+    if why is not None:
+        raise FormatError(
+            f"{source.path}: {why}. The file can be inspected, quantized, compared and exported"
+        )
     wanted = config.parameters()
     for name, shape in wanted.items():
         if name not in source:

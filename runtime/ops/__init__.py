@@ -9,6 +9,7 @@ from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.linear import gated, linear
 from oazoo.runtime.ops.norm import layer_norm, query_key_norm, rms_norm
 from oazoo.runtime.ops.pack import pack
+from oazoo.runtime.ops.scoring import divergence_rows, score_rows
 
 __all__ = [
     "activate",
@@ -17,6 +18,7 @@ __all__ = [
     "argmax",
     "attention",
     "dequantize",
+    "divergence_rows",
     "embedding",
     "gated",
     "layer_norm",
@@ -26,5 +28,6 @@ __all__ = [
     "rms_norm",
     "rope_and_cache",
     "rotary_attention",
+    "score_rows",
     "softcap",
 ]

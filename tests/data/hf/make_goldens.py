@@ -1,97 +1,109 @@
-"""Make the golden checkpoints of the decoder families, with transformers 5.24 and torch 2.13:
+"""How the checkpoints of this folder that have no other source were made: tiny random models and their logits.
 
-    python tests/data/hf/make_goldens.py [NAME ...]
-
-Each folder gets a random model of one family, a few hundred KB, whose every setting matters: norms are random, windows
-are shorter than the sequences, soft caps are small enough to bend. ``reference.npz`` holds token ids [2, 24] and the logits
-[2, 24, 160] that transformers computes in float32. Running this again gives the same files.
+Needs PyTorch and transformers, which the suite does not: ``python make_goldens.py OUTPUT_FOLDER``. Weights are random, norms
+too (at their defaults a wrong norm would not show), and windows are shorter than the sequence.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2 import Gemma2Config
+from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gpt_neox import GPTNeoXConfig
+from transformers.models.olmo2 import Olmo2Config
+from transformers.models.phi3 import Phi3Config
+from transformers.models.qwen3 import Qwen3Config
 
-HERE = Path(__file__).resolve().parent
-COMMON: dict[str, Any] = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
-}  # fmt: skip
-GROUPED = COMMON | {"num_key_value_heads": 2}
-GEMMA = GROUPED | {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}
-#: Name → (model, its config, type that weights are stored in).
-GOLDENS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
-    "qwen3": ("Qwen3", GROUPED | {"head_dim": 24, "tie_word_embeddings": True}, torch.float32),
-    "phi3": ("Phi3", GROUPED | {"sliding_window": 8}, torch.float32),
-    "phi3_longrope": (
-        "Phi3",
-        GROUPED
-        | {
-            "original_max_position_embeddings": 16,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.75,
-                "short_factor": [1.0, 1.1, 1.25, 1.5, 1.75, 2.0],
-                "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
-            },
+VOCABULARY, LENGTH = 160, 24
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+GROUPED = {**COMMON, "num_key_value_heads": 2}
+CONFIGS = {
+    "qwen3": Qwen3Config(
+        **GROUPED, num_hidden_layers=2, head_dim=16, rope_theta=1e6, tie_word_embeddings=True
+    ),
+    "gemma2": Gemma2Config(
+        **GROUPED,
+        num_hidden_layers=2,
+        head_dim=16,
+        sliding_window=8,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **GROUPED,
+        num_hidden_layers=3,
+        head_dim=16,
+        sliding_window=8,
+        query_pre_attn_scalar=20,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "gemma3_six": Gemma3TextConfig(
+        **{**GROUPED, "hidden_size": 32, "intermediate_size": 48},
+        num_hidden_layers=6,
+        head_dim=8,
+        sliding_window=8,
+        query_pre_attn_scalar=8,
+    ),
+    "olmo2": Olmo2Config(**GROUPED, num_hidden_layers=2, rope_theta=5e5),
+    "phi3": Phi3Config(**GROUPED, num_hidden_layers=2, sliding_window=9),
+    "phi3_longrope": Phi3Config(
+        **{**GROUPED, "max_position_embeddings": 64},
+        num_hidden_layers=2,
+        original_max_position_embeddings=16,
+        partial_rotary_factor=0.5,
+        tie_word_embeddings=True,
+        rope_scaling={
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2],
+            "long_factor": [1.5, 2.5, 4.0],
         },
-        torch.float32,
     ),
-    "gemma2": (
-        "Gemma2",
-        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
-        torch.float32,
-    ),
-    "gemma3": (
-        "Gemma3",
-        GEMMA
-        | {
-            "num_hidden_layers": 7,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        },
-        torch.bfloat16,
-    ),
-    "olmo2": ("Olmo2", GROUPED | {"rope_theta": 500000.0}, torch.float32),
-    "gpt_neox": (
-        "GPTNeoX",
-        COMMON | {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
-        torch.float32,
+    "gpt_neox": GPTNeoXConfig(**COMMON, num_hidden_layers=2, rotary_pct=0.5, hidden_act="gelu"),
+    "gpt_neox_serial": GPTNeoXConfig(
+        **COMMON,
+        num_hidden_layers=1,
+        rotary_pct=0.34,
+        hidden_act="gelu_new",
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
     ),
 }
 
 
-def make(name: str) -> None:
-    """Write one golden."""
-    family, values, dtype = GOLDENS[name]
-    kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, kind)(**values)
-    generator = torch.Generator().manual_seed(sorted(GOLDENS).index(name))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for key, value in model.named_parameters():
-            noise = torch.randn(value.shape, generator=generator)
-            norm = "norm" in key and key.endswith("weight")
-            centre = 1.0 if norm and not family.startswith("Gemma") else 0.0
-            scale = 0.3 if norm else 0.1 if value.ndim == 1 else 1.5 / value.shape[-1] ** 0.5
-            value.copy_((centre + scale * noise).to(dtype).float())
-        ids = torch.randint(3, config.vocab_size, (2, 24), generator=generator)
-        logits = model(ids).logits.numpy()
-    model.to(dtype).save_pretrained(HERE / name)
-    (HERE / name / "generation_config.json").unlink(missing_ok=True)
-    np.savez(HERE / name / "reference.npz", ids=ids.numpy(), logits=logits.astype(np.float32))
-    print(f"{name}: logits from {logits.min():.2f} to {logits.max():.2f}, deviation {logits.std():.2f}")
+def main(folder: Path) -> None:
+    for index, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(index)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    centre = 0.0 if "bias" in parameter_name or name.startswith("gemma") else 1.0
+                    parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
+                else:
+                    parameter.mul_(6.0)
+            ids = torch.randint(3, VOCABULARY, (2, LENGTH))
+            logits = model(ids, use_cache=False).logits.float().numpy()
+        target = folder / name
+        model.save_pretrained(target)
+        np.savez(target / "reference.npz", ids=ids.numpy(), logits=logits.astype(np.float32))
+        print(name, sum(p.numel() for p in model.parameters()), float(np.abs(logits).max()))
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or GOLDENS:
-        make(wanted)
+    main(Path(sys.argv[1]))
