@@ -131,10 +131,10 @@ def export(
         named = Path(output)
         check_not_input(named, model.files)
         single = container != "safetensors" or named.suffix.lower() == ".safetensors"
+        outside = container == "onnx" and (external or plan.weight_bytes > MAX_INLINE_BYTES)
         side = work.side_files()
         if single:
             final = check_output(named, overwrite=overwrite)
-            outside = container == "onnx" and (external or plan.weight_bytes > MAX_INLINE_BYTES)
             beside = [*side, data_name(final.name)] if outside else [*side]
             if final.name in beside:
                 raise UsageError(f"{named}: another file of this export has that name; choose another")

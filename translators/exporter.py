@@ -1,9 +1,9 @@
 """What an exporter is, how exporters are found, and the proof that what they say reads back as the same model.
 
 An exporter turns a typed config into the settings of a published checkpoint (``config.json``, GGUF metadata, or an ONNX
-graph) and names the import map that belongs to them. The engine runs that map backwards. Nobody has to trust an exporter: before
-a byte moves, its settings and tensors are read by the translator that imports such checkpoints, and what that derives
-must be the model that is exported.
+graph) and names the import map that belongs to them. The engine runs that map backwards. Nobody has to trust an exporter:
+before a byte moves, its settings and tensors are read by the translator that imports such checkpoints, and what that
+derives must be the model that is exported.
 
 A module of this package that defines ``EXPORTERS``, a tuple of :class:`Exporter`, is found by itself.
 """
