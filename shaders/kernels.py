@@ -23,6 +23,8 @@ class KernelSpec:
 WEIGHTS = {"f32": "F32W", "f16": "F16W", "bf16": "BF16W", "q8": "Q8W", "q4": "Q4W"}
 #: Columns of a lane in linear's lanes variant; more in the kernels that leave scaling to the end of a block.
 COLUMNS, CODED_COLUMNS = 2, 4
+#: Activations by the number that activation.slang knows them by.
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 #: Head widths that have an attention kernel of their own for CPU devices.
 LANES_HEAD_DIMS = (32, 64, 128)
 
@@ -42,11 +44,13 @@ def _linear() -> dict[str, KernelSpec]:
 
 
 def _rows() -> dict[str, KernelSpec]:
-    """What works on rows of activations: norms, attention, embedding, rotary, activations."""
+    """What works on rows of activations: norms, attention, embedding, rotary, activations, scores."""
     table: dict[str, KernelSpec] = {}
     for lanes in ("Wave8", "Group32"):
-        for name, entry in (("rms_norm", "rms"), ("layer_norm", "layer")):
+        for name, entry in (("rms_norm", "rms"), ("layer_norm", "layer"), ("query_key_norm", "queryKey")):
             table[f"{name}_{lanes.lower()}"] = KernelSpec("norm", f"{entry}{lanes}")
+        for name in ("score", "diverge"):
+            table[f"{name}_{lanes.lower()}"] = KernelSpec("score", f"{name}{lanes}")
     for encoding, weight in WEIGHTS.items():
         table[f"embedding_{encoding}"] = KernelSpec("embedding", f"embed<{weight}>")
         table[f"decode_{encoding}"] = KernelSpec("embedding", f"decode<{weight}>")
@@ -58,9 +62,10 @@ def _rows() -> dict[str, KernelSpec]:
     table["attention_join"] = KernelSpec("attention", "joinParts")
     table["argmax"] = KernelSpec("argmax", "argmax")
     table["rope_and_cache"] = KernelSpec("rope", "ropeAndCache")
-    table["silu_mul"] = KernelSpec("activation", "siluMul")
-    table["gelu_tanh"] = KernelSpec("activation", "geluTanh")
-    table["gelu_erf"] = KernelSpec("gelu", "geluErf")
+    for kind, activation in enumerate(ACTIVATIONS):
+        table[f"activate_{activation}"] = KernelSpec("activation", f"activate<{kind}>")
+        table[f"activate_gated_{activation}"] = KernelSpec("activation", f"activateGated<{kind}>")
+    table["softcap"] = KernelSpec("activation", "softcap")
     return table
 
 

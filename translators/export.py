@@ -32,7 +32,8 @@ from oazoo.translators.export_plan import ExportPlan, plan_export, provenance_te
 from oazoo.translators.exporter import NAMINGS, check_same_model
 from oazoo.translators.gguf_tokenizer_out import gguf_text_settings
 from oazoo.translators.hf_files import hf_files
-from oazoo.translators.onnx_own import asset_texts
+from oazoo.translators.onnx_ours import asset_texts
+from oazoo.translators.own_map import OwnMap
 from oazoo.translators.translator import open_checkpoint
 
 #: As the Hugging Face libraries cut models by default.
@@ -100,6 +101,7 @@ def export(
     with_tokenizer: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     external: bool = False,
+    own: OwnMap | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write an ``.oam`` as a Hugging Face folder, one SafeTensors file, a GGUF file or an ONNX graph, in bounded memory.
@@ -117,6 +119,7 @@ def export(
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
         max_shard_bytes: a folder's weights are cut into files of about this size.
         external: put the weights of an ONNX graph into ``OUT.onnx.data`` however small they are.
+        own: a map of the caller's; see :func:`oazoo.translators.export_plan.plan_export`.
         progress: called with (label, bytes done, bytes in all).
 
     Raises:
@@ -126,7 +129,7 @@ def export(
     if external and container != "onnx":
         raise UsageError("only an ONNX graph can have its weights in a file beside it (--external)")
     with nullcontext(source) if isinstance(source, OamSource) else as_model(open_source(source)) as model:
-        plan = plan_export(model, container, dtype, with_tokenizer=with_tokenizer)
+        plan = plan_export(model, container, dtype, with_tokenizer=with_tokenizer, own=own)
         work = _Export(plan, progress)
         named = Path(output)
         check_not_input(named, model.files)
@@ -341,7 +344,8 @@ class _Export:
                     self._tell("read again", min(_STEP, raw.size - start))
                 if total != self._sums[name]:
                     raise OutputError(f"{path}: {name} was not written as it was meant: is the disk sound?")
-            check_same_model(open_checkpoint(written), self.plan.config)
+            own = self.plan.own.translators if self.plan.own is not None else ()
+            check_same_model(open_checkpoint(written), self.plan.out.reads_as or self.plan.config, own)
 
     def _tell(self, label: str, size: int, total: int | None = None) -> None:
         self._done += size

@@ -25,6 +25,8 @@ from oazoo.translators.rules import Rule, invert
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from oazoo.translators.own_map import OwnMap
+
 _DENSE = ("f32", "f16", "bf16", "f64")
 #: Weights of rank 2 and more that llama.cpp wants in f32 all the same.
 _GGUF_F32 = ("position_embd.weight",)
@@ -42,6 +44,8 @@ class ExportPlan:
     tensors: tuple[TensorPlan, ...]
     assets: Assets
     notes: tuple[str, ...]
+    #: The map of the caller's that is used, if any.
+    own: OwnMap | None = None
 
     @property
     def provenance(self) -> Mapping[str, Any]:
@@ -106,7 +110,12 @@ class ExportPlan:
 
 
 def plan_export(
-    source: OamSource, container: str, dtype: str = "keep", *, with_tokenizer: bool = True
+    source: OamSource,
+    container: str,
+    dtype: str = "keep",
+    *,
+    with_tokenizer: bool = True,
+    own: OwnMap | None = None,
 ) -> ExportPlan:
     """Plan the export of an opened ``.oam``.
 
@@ -115,6 +124,7 @@ def plan_export(
         container: ``"safetensors"``, ``"gguf"`` or ``"onnx"``.
         dtype: ``"keep"``, ``"f32"``, ``"f16"`` or ``"bf16"``; see :func:`oazoo.translators.export.export`.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
+        own: a map of the caller's (:func:`oazoo.translators.own_map.load_map`), to be used instead of all others.
 
     Raises:
         UsageError: an unknown container or dtype.
@@ -136,7 +146,9 @@ def plan_export(
     record = source.metadata.get("source")
     declared = record.get("architecture") if isinstance(record, Mapping) else None
     names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
-    out = outgoing(config, NAMINGS[container], names)
+    out = outgoing(config, NAMINGS[container], names, own)
+    if container == "onnx" and out.graph is None:
+        raise TranslationError(f"the exporter {out.architecture!r} gives no graph, which an ONNX file is")
     assets, notes = _assets(source, with_tokenizer)
     order = {name: number for number, name in enumerate(config.parameters())}
     rules = sorted(invert(out.rules), key=lambda rule: order[rule.sources[0]])
@@ -146,9 +158,9 @@ def plan_export(
         shown = ", ".join(targets[:4]) + (f" and {len(targets) - 4} more" if len(targets) > 4 else "")
         notes.append(f"{len(targets)} tensor{'s' if len(targets) != 1 else ''} {why}: {shown}")
     plan = ExportPlan(
-        source, config, container, dtype, out, tensors, assets, (*source.notes, *out.notes, *notes)
+        source, config, container, dtype, out, tensors, assets, (*source.notes, *out.notes, *notes), own
     )
-    check_reads_back(out, config, plan.infos(), source.path)
+    check_reads_back(out, config, plan.infos(), source.path, own.translators if own else ())
     return plan
 
 

@@ -1,7 +1,7 @@
 """Ready models as ONNX graphs that any runtime runs: token ids in, logits out, weights under the names of an ``.oam``.
 
 The graph follows from the config and from what each weight is stored as, and from nothing else. So a graph that claims a
-config is proven by writing the graph of that config anew and comparing the two: :mod:`oazoo.translators.onnx_own`.
+config is proven by writing the graph of that config anew and comparing the two: :mod:`oazoo.translators.onnx_ours`.
 """
 
 from __future__ import annotations

@@ -34,6 +34,13 @@ from oazoo.cli.common import (
     show_default=True,
     help="What weights become. keep: as they are; packed ones stay packed in GGUF where that loses nothing, else f16.",
 )
+@click.option(
+    "--map",
+    "map_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A map of your own, .toml or .py, run backwards. A .py file is run: name only what you trust.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="Weights and settings only.")
 @click.option(
     "--external", is_flag=True, help="ONNX: weights into OUT.onnx.data, as for models above 1.5 GB."
@@ -47,6 +54,7 @@ def command(
     output: str | None,
     to: str | None,
     dtype: str,
+    map_file: Path | None,
     no_tokenizer: bool,
     external: bool,
     dry_run: bool,
@@ -67,7 +75,9 @@ def command(
     if external and container != "onnx":
         raise click.UsageError("--external is for ONNX")
     if dry_run:
-        model, plan = plan_of(source, container, dtype=dtype, with_tokenizer=not no_tokenizer)
+        model, plan = plan_of(
+            source, container, dtype=dtype, with_tokenizer=not no_tokenizer, map_file=map_file
+        )
         with model:
             if as_json:
                 emit_json(plan.to_json())
@@ -91,6 +101,7 @@ def command(
             overwrite=force,
             with_tokenizer=not no_tokenizer,
             external=external,
+            map_file=map_file,
             progress=progress,
         )
     if as_json:

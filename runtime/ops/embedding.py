@@ -13,8 +13,10 @@ def embedding(
     table: Tensor | Sequence[Tensor],
     positions: Tensor | None = None,
     start: Tensor | None = None,
+    *,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Rows of ``table`` by id, plus rows of ``positions`` from ``start`` on.
+    """Rows of ``table`` by id times ``scale``, plus rows of ``positions`` from ``start`` on.
 
     An id or position outside its table gives NaN and reads nothing.
 
@@ -23,6 +25,7 @@ def embedding(
         table: [vocabulary, width], any encoding; or several tensors of one encoding that hold its rows in order.
         positions: [positions, width] in the table's encoding, or None.
         start: i32 [1], position of the first token; needed with ``positions``.
+        scale: factor on the rows of ``table``.
 
     Returns:
         f32 [tokens, width].
@@ -58,6 +61,7 @@ def embedding(
             part=part.shape[0],
             vocabulary=sum(p.shape[0] for p in parts),
             position_rows=0 if positions is None else positions.shape[0],
+            scale=scale,
         )
         first += part.shape[0]
     return y

@@ -99,6 +99,7 @@ def gated(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    gelu: bool = False,
     variant: str | None = None,
 ) -> Tensor:
     """``silu(norm(x) · gateᵀ + gate_bias) * (norm(x) · upᵀ + up_bias)``: the first half of SwiGLU (arXiv:2002.05202).
@@ -111,6 +112,7 @@ def gated(
         up_bias: f32 [outputs], or None.
         norm: f32 [inputs]; if given, x first goes through RMSNorm with this weight and ``eps``.
         eps: of the norm.
+        gelu: the tanh form of GELU instead of SiLU (GeGLU).
         variant: ``lanes``, ``group`` or ``tile``; the fastest that fits if None.
 
     Returns:
@@ -127,7 +129,7 @@ def gated(
     rows = _check(op, x, [gate, up], [gate_bias, up_bias])
     y = Tensor.empty(x.device, (rows, gate.shape[0]))
     x, norm, variant = _prepare(op, x, norm, eps, [gate, up], variant)
-    _run("gated", variant, x, [gate, up], [gate_bias, up_bias], norm, eps, None, y, 0, 0)
+    _run("gated", variant, x, [gate, up], [gate_bias, up_bias], norm, eps, None, y, 0, _GELU if gelu else 0)
     return y
 
 

@@ -29,7 +29,7 @@ from oazoo.translators.rules import Ignored, Rule
 from oazoo.translators.settings import Settings, read_small
 from oazoo.translators.translator import Checkpoint, Translation, Translator
 
-#: What :func:`own_assets` reads from the metadata: the SHA-256 of the tokenizer.json beside the model, and JSON or text.
+#: What :func:`our_assets` reads from the metadata: the SHA-256 of the tokenizer.json beside the model, and JSON or text.
 TOKENIZER, TEMPLATE, TOKENS, GENERATION = (
     f"oazoo.{name}" for name in ("tokenizer_sha256", "chat_template", "special_tokens", "generation")
 )
@@ -51,7 +51,7 @@ def asset_texts(assets: Assets) -> dict[str, str]:
     return texts
 
 
-def own_assets(checkpoint: Checkpoint, rows: int, with_tokenizer: bool) -> tuple[Assets, list[Path]]:
+def our_assets(checkpoint: Checkpoint, rows: int, with_tokenizer: bool) -> tuple[Assets, list[Path]]:
     """What travels with a model that oazoo exported, and the files it was read from.
 
     Args:
@@ -94,7 +94,7 @@ def own_assets(checkpoint: Checkpoint, rows: int, with_tokenizer: bool) -> tuple
     return Assets(data, template, tokens, generation, (note,) if note else ()), [path]
 
 
-def own_provenance(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def our_provenance(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """What the file says about where its weights come from; empty if it says nothing that can be read."""
     try:
         found = _parsed(_properties(checkpoint), "oazoo.source", {})
@@ -175,4 +175,4 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-TRANSLATORS = (Translator("onnx_own", "a model that oazoo exported (ONNX)", ("onnx:oazoo",), _translate),)
+TRANSLATORS = (Translator("onnx_ours", "a model that oazoo exported (ONNX)", ("onnx:oazoo",), _translate),)
