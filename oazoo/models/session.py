@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from oazoo.errors import GenerationError
 from oazoo.models.cache import KVCache
-from oazoo.nn.module import Module, ModuleList
+from oazoo.nn.module import Module, ModuleList, Parameter
 from oazoo.runtime import Device, Program, Tensor
 
 Ids = npt.NDArray[np.int32]
@@ -139,7 +139,7 @@ class CausalModel(Module):
         return result.reshape(*array.shape, self.vocab_size)
 
 
-def _released(name: str, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _released(name: str, parameter: Parameter) -> tuple[Tensor, ...]:
     return ()
 
 
