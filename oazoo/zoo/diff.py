@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.configs import ModelConfig, config_from_json
+from oazoo.configs import DecoderConfig, ModelConfig, config_from_json
 from oazoo.errors import TokenizerError, TranslationError, UsageError
 from oazoo.formats import encodings
 from oazoo.formats.oam import OamSource
@@ -143,7 +143,8 @@ def diff(
 
     Where both can be translated to one model family, tensors are compared under the names and in the order of rows that
     an ``.oam`` has, so a GGUF file and a Hugging Face folder of one model are the same. Otherwise tensors are compared
-    under the names that they have. Values are compared in float64, piece by piece.
+    under the names that they have. Values are compared in float64, piece by piece. Where one side states norm weights w
+    that mean 1 + w and the other the sum (Gemma), the sums are compared, in float32, as they are computed with.
 
     Args:
         first: a path.
@@ -163,6 +164,8 @@ def diff(
             why = f"the models are of different families: {a.config.family} and {b.config.family}"
         if why:
             a, b = _raw(source_a, a), _raw(source_b, b)
+        elif _offset(a) != _offset(b):
+            a, b = _summed(a), _summed(b)
         common = [name for name in a.tensors if name in b.tensors]
         total, done = sum(a.tensors[name].info.nbytes for name in common), 0
         found = []
@@ -207,6 +210,29 @@ def _read(source: WeightSource) -> _Side:
     if tokens:
         options["tokenizer"] = tokens
     return _Side(source, planned.config, tensors, options, "")
+
+
+def _offset(side: _Side) -> float:
+    return side.config.norm_offset if isinstance(side.config, DecoderConfig) else 0.0
+
+
+def _summed(side: _Side) -> _Side:
+    """A side with its norm weights as the numbers that they mean."""
+    offset = np.float32(_offset(side))
+    assert isinstance(side.config, DecoderConfig)
+
+    def summed(tensor: _Tensor) -> _Tensor:
+        def values() -> Iterator[npt.NDArray[Any]]:
+            return (piece.astype(np.float32) + offset for piece in tensor.values())
+
+        return _Tensor(tensor.info, values, None)
+
+    tensors = {
+        name: summed(tensor) if name.endswith("norm.weight") else tensor
+        for name, tensor in side.tensors.items()
+    }
+    config = dataclasses.replace(side.config, norm_offset=0.0)
+    return dataclasses.replace(side, config=config, tensors=tensors)
 
 
 def _read_oam(source: OamSource) -> _Side:
