@@ -41,7 +41,7 @@ DEFAULT = "f32,f16,q8,q4"
 def oazoo_command(*arguments: str) -> None:
     """Run `oazoo` as a person would; ends the bench when it fails."""
     print(f"$ oazoo {shlex.join(arguments)}", file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", "oazoo", *arguments])
+    done = subprocess.run([sys.executable, "-m", "oazoo", *arguments], stdout=sys.stderr)
     if done.returncode != 0:
         sys.exit(f"bench-quality: this step failed with exit status {done.returncode}")
 

@@ -1,9 +1,9 @@
 """What an exporter is, how exporters are found, and the proof that what they say reads back as the same model.
 
-An exporter turns a typed config into the settings of a published checkpoint (``config.json``, or GGUF metadata) and
-names the import map that belongs to them. The engine runs that map backwards. Nobody has to trust an exporter: before
-a byte moves, its settings and tensors are read by the translator that imports such checkpoints, and what that derives
-must be the model that is exported.
+An exporter turns a typed config into the settings of a published checkpoint (``config.json``, GGUF metadata, or an ONNX
+graph) and names the import map that belongs to them. The engine runs that map backwards. Nobody has to trust an exporter:
+before a byte moves, its settings and tensors are read by the translator that imports such checkpoints, and what that
+derives must be the model that is exported.
 
 A module of this package that defines ``EXPORTERS``, a tuple of :class:`Exporter`, is found by itself.
 """
@@ -25,17 +25,20 @@ import numpy.typing as npt
 
 from oazoo.configs import DecoderConfig, ModelConfig
 from oazoo.errors import FormatError, TranslationError
+from oazoo.formats import encodings
+from oazoo.formats.onnx import GraphSource, parse_model
+from oazoo.formats.onnx_writer import GraphPlan, model_bytes
 from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
 from oazoo.translators.engine import check
 from oazoo.translators.rope_out import same_scaling
 from oazoo.translators.rules import Rule
-from oazoo.translators.translator import Checkpoint, Translator, choose
+from oazoo.translators.translator import Checkpoint, Translator, choose, open_checkpoint
 
 if TYPE_CHECKING:
     from oazoo.translators.own_map import OwnMap
 
 #: Container → whose names it uses.
-NAMINGS = {"safetensors": "hf", "gguf": "gguf"}
+NAMINGS = {"safetensors": "hf", "gguf": "gguf", "onnx": "onnx"}
 _FLOAT_TOLERANCE = 1e-6
 
 
@@ -43,9 +46,10 @@ _FLOAT_TOLERANCE = 1e-6
 class Outgoing:
     """What an exporter says about one model.
 
-    ``settings`` are entries of config.json, or GGUF key/values. ``rules`` are the import map of such a checkpoint, to
-    be run backwards. ``extra`` are float32 tensors that hold settings rather than weights. ``reads_as`` is the config that
-    the file reads back as, where it says the same in other terms (norm weights with the offset added).
+    ``settings`` are entries of config.json, GGUF key/values, or texts of an ONNX model's metadata. ``rules`` are the import
+    map of such a checkpoint, to be run backwards. ``extra`` are float32 tensors that hold settings rather than weights.
+    ``graph`` gives the graph around the weights, from what each is stored as, where the container holds one. ``reads_as`` is
+    the config that the file reads back as, where it says the same in other terms (norm weights with the offset added).
     """
 
     naming: str
@@ -55,6 +59,7 @@ class Outgoing:
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     reads_as: ModelConfig | None = None
+    graph: Callable[[Mapping[str, str]], GraphPlan] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def _short(architecture: str) -> str:
 class _PlannedTensor(SourceTensor):
     """A tensor of a checkpoint that is not written yet."""
 
-    def __init__(self, info: TensorInfo, values: npt.NDArray[np.float32] | None) -> None:
+    def __init__(self, info: TensorInfo, values: npt.NDArray[Any] | None) -> None:
         self.info = info
         self._values = values
 
@@ -147,10 +152,24 @@ class _PlannedSource(WeightSource):
         self.path, self.files = path, ()
         self.format = {naming: container for container, naming in NAMINGS.items()}[out.naming]
         self.metadata = dict(out.settings)
-        self._tensors = {info.name: _PlannedTensor(info, out.extra.get(info.name)) for info in infos}
+        self._tensors: dict[str, SourceTensor] = {
+            info.name: _PlannedTensor(info, out.extra.get(info.name)) for info in infos
+        }
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class _PlannedGraph(_PlannedSource, GraphSource):
+    """The same of a container that holds a graph, which is read as it will be written."""
+
+    def __init__(self, path: Path, out: Outgoing, infos: Sequence[TensorInfo], graph: GraphPlan) -> None:
+        super().__init__(path, out, infos)
+        texts = {key: str(value) for key, value in out.settings.items()}
+        self.metadata, self.graph, _ = parse_model(model_bytes(graph, texts))
+        for name, values in graph.constants.items():
+            info = TensorInfo(name, values.shape, encodings.for_dtype(values.dtype), values.nbytes)
+            self._tensors[name] = _PlannedTensor(info, values)
 
 
 def check_reads_back(
@@ -165,6 +184,10 @@ def check_reads_back(
     Raises:
         TranslationError: it is not; the message names the settings that would change.
     """
+    if out.graph is not None:
+        graph = out.graph({info.name: info.encoding for info in infos})
+        check_same_model(open_checkpoint(_PlannedGraph(path, out, infos, graph)), config, own)
+        return
     source = _PlannedSource(path, out, infos)
     folder = path if out.naming == "hf" else None
     checkpoint = Checkpoint(source, out.naming, out.settings, folder, (out.architecture,))

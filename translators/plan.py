@@ -23,6 +23,7 @@ from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check
 from oazoo.translators.gguf_tokenizer import gguf_assets
 from oazoo.translators.hf_assets import hf_assets
+from oazoo.translators.onnx_ours import our_assets, our_provenance
 from oazoo.translators.packed import refuse_packed
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.settings import read_small
@@ -274,6 +275,9 @@ def plan(
         side_files: tuple[Path, ...] = ()
         if checkpoint.naming == "gguf":
             assets = gguf_assets(checkpoint, rows, with_tokenizer)
+        elif checkpoint.naming == "onnx" and checkpoint.declared == ("oazoo",):
+            assets, read = our_assets(checkpoint, rows, with_tokenizer)
+            side_files = tuple(read)
         elif checkpoint.naming != "hf":
             said = "the container carries no tokenizer, so the model takes and gives token ids"
             assets = Assets(notes=() if checkpoint.naming == "raw" else (said,))
@@ -308,19 +312,24 @@ def _version() -> str:
 
 
 def _own_name(checkpoint: Checkpoint) -> str:
-    if checkpoint.naming == "gguf":
-        name = checkpoint.config.get("general.name")
-        if isinstance(name, str) and name:
-            return name[:256]
     path = checkpoint.folder or checkpoint.source.path
-    return path.resolve().name
+    return _stated(checkpoint, "name") or path.resolve().name
+
+
+def _stated(checkpoint: Checkpoint, key: str) -> str | None:
+    """The name or license in the metadata of a GGUF file, or of an ONNX file of our own."""
+    value = None
+    if checkpoint.naming == "gguf":
+        value = checkpoint.config.get(f"general.{key}")
+    elif checkpoint.naming == "onnx":
+        value = our_provenance(checkpoint).get(key)
+    return value[:256] if isinstance(value, str) and value else None
 
 
 def _own_license(checkpoint: Checkpoint) -> str | None:
-    """The licence that the checkpoint itself states: GGUF metadata, or the front matter of a model card."""
-    if checkpoint.naming == "gguf":
-        value = checkpoint.config.get("general.license")
-        return value[:256] if isinstance(value, str) and value else None
+    """The licence that the checkpoint itself states: metadata, or the front matter of a model card."""
+    if checkpoint.naming in ("gguf", "onnx"):
+        return _stated(checkpoint, "license")
     if checkpoint.folder is None:
         return None
     card = checkpoint.folder / "README.md"

@@ -211,7 +211,8 @@ def open_checkpoint(source: WeightSource, arch: str = "auto", *, own_map: bool =
     if arch == "raw" and source.format != "oam":
         return Checkpoint(source, "raw", {}, None, ())
     if source.format == "onnx":
-        return Checkpoint(source, "onnx", source.metadata, None, ("graph",))
+        own = "oazoo.graph" in (source.metadata.get("properties") or {})
+        return Checkpoint(source, "onnx", source.metadata, None, ("oazoo" if own else "graph",))
     if source.format == "torch":
         if not isinstance(source.metadata.get("model_args"), Mapping):
             if own_map:

@@ -7,6 +7,7 @@ the two together; the model adds embedding and head. :class:`oazoo.configs.Decod
 from __future__ import annotations
 
 from oazoo.configs import DecoderConfig
+from oazoo.configs.frequencies import inverse_frequencies
 from oazoo.models.cache import KVCache
 from oazoo.models.session import CausalModel, Layer
 from oazoo.nn.layers import (
@@ -20,7 +21,7 @@ from oazoo.nn.layers import (
     project,
 )
 from oazoo.nn.module import Module, ModuleList
-from oazoo.nn.rope import inverse_frequencies, rotary_table
+from oazoo.nn.rope import rotary_table
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.activation import softcap
 from oazoo.runtime.ops.attention import rotary_attention

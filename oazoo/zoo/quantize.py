@@ -312,5 +312,6 @@ def _payload(source: OamSource, target: str, keep: Sequence[str]) -> bytes:
     if not source.metadata:
         return source.config.payload
     note = {"to": target, "method": "absmax", "keep": list(keep), "tool": f"oazoo {__version__}"}
+    note["source_weights"] = source.weights_checksum
     content = {**source.metadata, "quantization": note}
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

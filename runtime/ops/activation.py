@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from oazoo.runtime.ops.common import grid, require, require_dense
+from oazoo.runtime.tape import no_gradient, taped
 from oazoo.runtime.tensor import Tensor
 from oazoo.shaders.kernels import ACTIVATIONS
 
@@ -23,7 +24,15 @@ def activate(x: Tensor, activation: str) -> Tensor:
         f32 of the same shape.
     """
     _check_activation("activate", activation)
-    return _elementwise(x, "activate", f"activate_{activation}")
+    y = _elementwise(x, "activate", f"activate_{activation}")
+
+    def back(dy: Tensor, want: object) -> tuple[Tensor]:
+        dx, groups = Tensor.empty(x.device, x.shape), grid(-(-x.numel // 256))
+        kernel = x.device.kernel(f"activate_{activation}_back")
+        kernel.dispatch(groups, {"x": x, "dy": dy}, {"y": dx}, count=x.numel, columns=groups[0], alpha=0.0)
+        return (dx,)
+
+    return taped(y, (x,), back)
 
 
 def activate_gated(x: Tensor, activation: str = "silu") -> Tensor:
@@ -46,7 +55,14 @@ def activate_gated(x: Tensor, activation: str = "silu") -> Tensor:
     x.device.kernel(f"activate_gated_{activation}").dispatch(
         (-(-width // 256), rows, 1), {"x": x}, {"y": y}, rows=rows, width=width
     )
-    return y
+
+    def back(dy: Tensor, want: object) -> tuple[Tensor]:
+        dx = Tensor.empty(x.device, x.shape)
+        kernel = x.device.kernel(f"activate_gated_{activation}_back")
+        kernel.dispatch((-(-width // 256), rows, 1), {"x": x, "dy": dy}, {"y": dx}, rows=rows, width=width)
+        return (dx,)
+
+    return taped(y, (x,), back)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -59,6 +75,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     Returns:
         f32 of the same shape.
     """
+    no_gradient("softcap", x)
     require(cap > 0, "softcap", f"the cap {cap} must be positive")
     return _elementwise(x, "softcap", "softcap", cap)
 

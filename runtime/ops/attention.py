@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oazoo.runtime.ops.common import eight_lanes, grid, require, require_dense
+from oazoo.runtime.tape import no_gradient
 from oazoo.runtime.tensor import Tensor
 from oazoo.shaders.kernels import LANES_HEAD_DIMS, STEP_HEAD_DIMS
 
@@ -33,6 +34,7 @@ def rope_and_cache(
         heads: query heads.
     """
     op = "rope_and_cache"
+    no_gradient(op, qkv)
     require_dense(keys, op, "keys", "f32", -1, -1, -1)
     kv_heads, capacity, head_dim = keys.shape
     require_dense(values, op, "values", "f32", kv_heads, capacity, head_dim)
@@ -87,6 +89,7 @@ def attention(
         f32 [tokens, heads · head_dim].
     """
     op = "attention"
+    no_gradient(op, q, keys, values)
     require_dense(q, op, "q", "f32", -1, -1)
     require_dense(keys, op, "keys", "f32", -1, -1, -1)
     kv_heads, capacity, head_dim = keys.shape
@@ -167,6 +170,7 @@ def rotary_attention(
         f32 [tokens, heads · head_dim].
     """
     op = "rotary_attention"
+    no_gradient(op, qkv)
     require_dense(keys, op, "keys", "f32", -1, -1, -1)
     kv_heads, capacity, head_dim = keys.shape
     rotated = _rotated(op, table, capacity, head_dim)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oazoo.runtime.ops.common import MAX_ELEMENTS, require, require_dense
+from oazoo.runtime.ops.common import MAX_ELEMENTS, grid, require, require_dense
+from oazoo.runtime.tape import taped, taping
 from oazoo.runtime.tensor import Tensor
 
 
@@ -64,4 +65,28 @@ def embedding(
             scale=scale,
         )
         first += part.shape[0]
+    if not taping(*parts, positions):
+        return y
+    require(len(parts) == 1, op, "a table in several parts has no gradient")
+
+    def back(dy: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        of_table = table_gradient(ids, dy, parts[0].shape[0]) if want[0] else None
+        return of_table, None
+
+    require(
+        positions is None or not taping(positions),
+        op,
+        "positions that learn are looked up by ids of their own",
+    )
+    return taped(y, (parts[0], positions), back)
+
+
+def table_gradient(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
+    """The gradient of a table of ``rows`` rows, f32 [rows, width]: rows of ``dy`` added up by id, in their order."""
+    tokens, width = dy.shape
+    y = Tensor.empty(dy.device, (rows, width))
+    groups = grid(rows)
+    dy.device.kernel("embedding_back").dispatch(
+        groups, {"ids": ids, "dy": dy}, {"y": y}, tokens=tokens, width=width, rows=rows, columns=groups[0]
+    )
     return y

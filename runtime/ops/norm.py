@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from oazoo.runtime.ops.common import grid, lanes, require, require_dense
+from oazoo.runtime.ops.elementwise import add
+from oazoo.runtime.tape import no_gradient, taped, taping
 from oazoo.runtime.tensor import Tensor
 
 
@@ -74,6 +78,7 @@ def query_key_norm(
         variant: ``wave8`` or ``group32``; the device's own if None.
     """
     op = "query_key_norm"
+    no_gradient(op, qkv, q_weight, k_weight)
     require_dense(qkv, op, "qkv", "f32", -1, -1)
     tokens, stride = qkv.shape
     all_heads = heads + 2 * kv_heads
@@ -108,6 +113,8 @@ def _norm(
     residual: Tensor | None,
     variant: str | None,
 ) -> Tensor:
+    if residual is not None and taping(x, weight, bias, residual):
+        return add(_norm(op, x, weight, bias, eps, None, variant), residual)
     rows, width = x.shape
     require_dense(weight, op, "weight", "f32", width)
     if bias is not None:
@@ -127,4 +134,60 @@ def _norm(
         has_bias=int(bias is not None),
         has_residual=int(residual is not None),
     )
-    return y
+
+    def back(dy: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx, stats = Tensor.empty(x.device, x.shape), Tensor.empty(x.device, (rows, 2))
+        x.device.kernel(f"norm_back_{variant or lanes(x.device)}").dispatch(
+            groups,
+            {"x": x, "weight": weight, "dy": dy},
+            {"dx": dx, "stats": stats},
+            width=width,
+            rows=rows,
+            columns=groups[0],
+            eps=eps,
+            centred=int(op == "layer_norm"),
+        )
+        of_bias, of_weight = column_sums(dy, x, stats, bias=want[2], weight=want[1])
+        return dx, of_weight, of_bias
+
+    return taped(y, (x, weight, bias), back)
+
+
+def column_sums(
+    dy: Tensor,
+    x: Tensor | None = None,
+    stats: Tensor | None = None,
+    *,
+    bias: bool = True,
+    weight: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Sums over rows: of ``dy``, which is a bias's gradient, and of ``dy`` times the normalised ``x``, a norm weight's.
+
+    Args:
+        dy: f32 [rows, width].
+        x: f32 [rows, width]; needed for the second.
+        stats: f32 [rows, 2], mean and reciprocal deviation of each row of x; needed for the second.
+        bias: whether the first is wanted.
+        weight: whether the second is wanted.
+
+    Returns:
+        f32 [width] each, or None.
+    """
+    rows, width = dy.shape
+    plain = Tensor.empty(dy.device, (width,)) if bias else None
+    scaled = Tensor.empty(dy.device, (width,)) if weight else None
+    if plain is None and scaled is None:
+        return None, None
+    writes = {name: t for name, t in (("sum", plain), ("scaled", scaled)) if t is not None}
+    reads: dict[str, Tensor | None] = {"dy": dy, "x": x, "stats": stats}
+    reads |= {name: None for name in ("sum", "scaled") if name not in writes}
+    dy.device.kernel("column_sums").dispatch(
+        (-(-width // 8), 1, 1),
+        reads,
+        writes,
+        rows=rows,
+        width=width,
+        want_sum=int(bias),
+        want_scaled=int(weight),
+    )
+    return plain, scaled

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from oazoo.configs import RopeScaling
-from oazoo.nn.rope import inverse_frequencies, rotary_table
+from oazoo.configs.frequencies import inverse_frequencies
+from oazoo.nn.rope import rotary_table
 
 
 def plain(dim: int, theta: float) -> list[float]:
