@@ -14,6 +14,7 @@ from oazoo.configs import ModelConfig
 from oazoo.errors import FormatError, OutputError, TranslationError, UsageError
 from oazoo.formats.atomic import check_output
 from oazoo.formats.mapped import open_regular
+from oazoo.formats.messages import some
 from oazoo.formats.oam_writer import OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
@@ -139,9 +140,14 @@ class ConversionReport:
             lines.append("no value was changed")
         for tensor in self.nonfinite:
             lines.append(f"{tensor.target} holds {tensor.nan} NaN and {tensor.infinite} infinite values")
-        lines += [f"ignored {name}: {reason}" for name, reason in self.ignored[:8]]
-        if len(self.ignored) > 8:
-            lines.append(f"ignored {len(self.ignored) - 8} more tensors, for the same reasons")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.ignored:
+            reasons.setdefault(reason, []).append(name)
+        lines += [f"ignored {some(names)}: {reason}" for reason, names in list(reasons.items())[:8]]
+        if len(reasons) > 8:
+            lines.append(
+                f"ignored {sum(map(len, list(reasons.values())[8:]))} more tensors, for other reasons"
+            )
         return lines + list(self.notes)
 
     def rounded_groups(self) -> list[tuple[str, str, str, int, float]]:

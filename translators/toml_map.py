@@ -11,7 +11,7 @@ from typing import Any
 from oazoo.configs import ModelConfig
 from oazoo.errors import TranslationError
 from oazoo.translators.declared_map import TRANSFORMS, DeclaredMap, Entry
-from oazoo.translators.exporter import NAMINGS, Exporter, Outgoing
+from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.own_map import check_accepts
 from oazoo.translators.rules import Ignored
 from oazoo.translators.settings import read_small
@@ -55,7 +55,7 @@ def read_toml_map(path: Path) -> tuple[Translator, tuple[Exporter, ...]]:
 
 
 def _exportable(accept: str) -> bool:
-    return accept.partition(":")[0] in NAMINGS.values()
+    return accept.partition(":")[0] in ("hf", "gguf")
 
 
 def _exporter(own: DeclaredMap, accept: str) -> Exporter:

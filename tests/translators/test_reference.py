@@ -126,3 +126,17 @@ def test_other_gguf_architectures(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", meta, gguf_names(llama_tensors(LLAMA)))
     with open_source(path) as source, pytest.raises(NoReferenceError, match="architecture 'starcoder2'"):
         opened(source)
+
+
+def test_frequencies_follow_the_length_of_each_sequence(tmp_path: Path) -> None:
+    """LongRoPE and dynamic scaling: a short sequence is not changed by a long one beside it."""
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 16}
+    tensors = {name: value * 4 for name, value in llama_tensors(LLAMA).items()}
+    folders = [DATA / "hf" / "phi3_longrope", write_hf(tmp_path / "hf", LLAMA | dynamic, tensors)]
+    for folder in folders:
+        with open_source(folder) as source:
+            run = opened(source)
+            ids = np.arange(30, dtype=np.int64)
+            together = run.logits([ids[:12], ids])
+            assert np.abs(together[0] - run.logits([ids[:12]])[0]).max() < 1e-5
+            assert np.abs(together[0] - together[1][:12]).max() > 1e-3

@@ -56,12 +56,22 @@ def reference_for(
         NoReferenceError: nothing is known of such a checkpoint.
     """
     try:
-        return _reference(source, naming, config, declared)
+        reference = _reference(source, naming, config, declared)
+        _try_positions(reference.model)
+        return reference
     # Settings are read as their own programs do, without a check of each: the translator has done that.
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise NoReferenceError(
             f"a setting is missing or of a wrong type ({type(error).__name__}: {error})"
         ) from error
+
+
+def _try_positions(model: Decoder | None) -> None:
+    """Read what is read late, when a sequence is there: rotary settings of every layer, for short and long sequences."""
+    if model is not None and model.rotary is not None:
+        for layer in range(min(model.layers, 4096)):
+            for tokens in (1, 1 << 20):
+                model.rotary(layer, tokens)
 
 
 def _reference(

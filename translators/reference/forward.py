@@ -52,7 +52,6 @@ class _Run:
         #: Where each sequence lies among all tokens, and the position of each token in its own.
         self.parts = [slice(int(end) - length, int(end)) for end, length in zip(ends, lengths, strict=True)]
         self.places: Ids = np.concatenate([np.arange(length) for length in lengths])
-        self.longest = max(lengths)
 
     def norm(self, name: str, x: Array) -> Array:
         """A norm over the last axis."""
@@ -85,16 +84,24 @@ class _Run:
         )
         v = v.reshape(tokens, m.kv_heads, m.head_dim)
         if m.rotary is not None:
-            inverse, scale = m.rotary(number, self.longest)
-            angle = self.places[:, None] * inverse[None, :]
-            cos, sin = ((f(angle) * scale).astype(np.float32) for f in (np.cos, np.sin))
-            q, k = (maths.rotate(part, cos, sin, m.interleaved) for part in (q, k))
+            q, k = self._rotated(number, q), self._rotated(number, k)
         factor = m.head_dim**-0.5 if m.attention_scale is None else m.attention_scale
         window = m.window(number)
         mixed = [
             maths.attention(q[part], k[part], v[part], factor, window, m.attention_cap) for part in self.parts
         ]
         return self.w.linear(names["o"], np.concatenate(mixed), m.transposed)
+
+    def _rotated(self, number: int, x: Array) -> Array:
+        """[tokens, heads, d] with every sequence turned by its own positions; its length can change the frequencies."""
+        assert self.m.rotary is not None
+        turned = []
+        for part in self.parts:
+            inverse, scale = self.m.rotary(number, part.stop - part.start)
+            angle = self.places[part, None] * inverse[None, :]
+            cos, sin = ((f(angle) * scale).astype(np.float32) for f in (np.cos, np.sin))
+            turned.append(maths.rotate(x[part], cos, sin, self.m.interleaved))
+        return np.concatenate(turned)
 
     def _qkv(self, names: Mapping[str, str], x: Array) -> tuple[Array, Array, Array]:
         m = self.m

@@ -1,4 +1,4 @@
-"""Inverse frequencies of rotary positions, for the short sequences that a check runs."""
+"""Inverse frequencies of rotary positions, for a sequence of some tokens."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def plain(theta: float, width: int) -> _Values:
 def linear(theta: float, width: int, factor: float) -> Frequencies:
     """Positions divided by ``factor``."""
     return plain(theta, width) / factor, 1.0
+
+
+def dynamic(theta: float, width: int, factor: float, length: float, context: float) -> _Values:
+    """NTK-aware growth of theta with the length of the sequence."""
+    grown = theta * (factor * length / context - (factor - 1)) ** (width / (width - 2))
+    return plain(grown, width)
 
 
 def llama3(theta: float, width: int, s: Mapping[str, Any]) -> Frequencies:
@@ -61,7 +67,9 @@ def yarn(
     return inverse / factor * ramp + inverse * (1 - ramp), scale
 
 
-def of_config(section: Mapping[str, Any], config: Mapping[str, Any], theta: float, width: int) -> Frequencies:
+def of_config(
+    section: Mapping[str, Any], config: Mapping[str, Any], theta: float, width: int, tokens: int
+) -> Frequencies:
     """The frequencies that a Hugging Face rope dictionary asks for; ``config`` is what it stands in."""
     kind = section.get("rope_type", section.get("type")) or "default"
     context = config.get("max_position_embeddings")
@@ -70,7 +78,8 @@ def of_config(section: Mapping[str, Any], config: Mapping[str, Any], theta: floa
     if kind == "linear":
         return linear(theta, width, float(section["factor"]))
     if kind == "dynamic":  # theta grows once a sequence is longer than what the model was trained for
-        return plain(theta, width), 1.0
+        trained = float(section.get("original_max_position_embeddings") or context or 0)
+        return dynamic(theta, width, float(section["factor"]), max(tokens, trained), trained), 1.0
     if kind == "llama3":
         return llama3(theta, width, section)
     original = section.get("original_max_position_embeddings") or config.get(
@@ -88,14 +97,15 @@ def of_config(section: Mapping[str, Any], config: Mapping[str, Any], theta: floa
             truncate=bool(section.get("truncate", True)),
             scale=_yarn_scale(section, factor),
         )
-    if kind == "longrope":
+    if kind in ("longrope", "su"):
         stretched = float(section.get("factor") or float(context or 0) / float(original or 1))
         scale = section.get("attention_factor")
         if scale is None:
             scale = (
                 1.0 if stretched <= 1 else math.sqrt(1 + math.log(stretched) / math.log(float(original or 0)))
             )
-        return plain(theta, width) / np.array(section["short_factor"], np.float64), float(scale)
+        factors = section["long_factor" if tokens > float(original or 0) else "short_factor"]
+        return plain(theta, width) / np.array(factors, np.float64), float(scale)
     raise NoReferenceError(f"the rotary scaling {str(kind)[:64]!r} is not known to the check")
 
 

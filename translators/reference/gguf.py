@@ -73,7 +73,7 @@ def describe(source: WeightSource, arch: str) -> Decoder:
         rotary=None if arch == "gpt2" else _rotary(source, meta, head_dim, windows),
         interleaved=arch == "llama",
         layer_norms=layer_norms,
-        activation="gelu_tanh" if gemma or arch == "gpt2" else "gelu" if arch == "gptneox" else "silu",
+        activation="gelu_tanh" if gemma or layer_norms else "silu",
         parallel=arch == "gptneox" and bool(meta.get("use_parallel_residual", True)),
         window=windows,
         embedding_scale=width**0.5 if gemma else 1.0,
@@ -118,15 +118,24 @@ def _rotary(
 ) -> Callable[[int, int], Frequencies]:
     width, theta = int(meta.get("rope.dimension_count", head_dim)), float(meta.get("rope.freq_base", 10000.0))
     frequencies, scale = _scaled(meta, theta, width)
-    for name in ("rope_freqs.weight", "rope_factors_short.weight"):
-        if name in source:
-            frequencies = frequencies / source[name].numpy().astype(np.float64)
+    original = int(meta.get("rope.scaling.original_context_length", meta.get("context_length", 0)))
+    factors = {
+        name: source[f"{name}.weight"].numpy().astype(np.float64)
+        for name in ("rope_freqs", "rope_factors_short", "rope_factors_long")
+        if f"{name}.weight" in source
+    }
     scale *= float(meta.get("rope.scaling.attn_factor", 1.0))
     local = meta.get(
         "rope.freq_base_swa", 10000.0 if source.metadata["general.architecture"] == "gemma3" else theta
     )
-    near = frequencies if local == theta else plain(float(local), width)
-    return lambda layer, tokens: (frequencies, scale) if windows(layer) is None else (near, scale)
+
+    def of(layer: int, tokens: int) -> Frequencies:
+        if windows(layer) is not None and local != theta:
+            return plain(float(local), width), scale
+        name = "rope_factors_long" if tokens > original else "rope_factors_short"
+        return frequencies / factors.get("rope_freqs", factors.get(name, 1.0)), scale
+
+    return of
 
 
 def _scaled(meta: _Metadata, theta: float, width: int) -> Frequencies:

@@ -75,8 +75,8 @@ def _rotary(config: Config, head_dim: int, theta: float = 10000.0) -> Callable[[
     section = _rope_section(config)
     partial = _value(section, "partial_rotary_factor", _value(config, "partial_rotary_factor", 1.0))
     base = float(_value(section, "rope_theta", _value(config, "rope_theta", theta)))
-    frequencies = of_config(section, config, base, int(head_dim * float(partial)))
-    return lambda layer, tokens: frequencies
+    width = int(head_dim * float(partial))
+    return lambda layer, tokens: of_config(section, config, base, width, tokens)
 
 
 def _windows(config: Config, sliding: Callable[[int], bool]) -> Callable[[int], int | None]:
@@ -168,16 +168,20 @@ def _gemma3(config: Config) -> Decoder:
     head_dim = int(_value(config, "head_dim", 256))
     wide, near = (_rope_section(config, kind) for kind in ("full_attention", "sliding_attention"))
     theta = float(_value(wide, "rope_theta", _value(config, "rope_theta", 1e6)))
-    full = of_config(wide, config, theta, head_dim)
     if near is wide:  # one section: it is that of the layers which attend to everything
         near = {}
     local = float(_value(near, "rope_theta", _value(config, "rope_local_base_freq", 10000.0)))
-    sliding = of_config(near, config, local, head_dim)
+
+    def rotary(layer: int, tokens: int) -> Frequencies:
+        if windows(layer) is None:
+            return of_config(wide, config, theta, head_dim, tokens)
+        return of_config(near, config, local, head_dim, tokens)
+
     return _gemma(
         config,
         _GEMMA | _HEAD_NORMS,
         window=windows,
-        rotary=lambda layer, tokens: full if windows(layer) is None else sliding,
+        rotary=rotary,
         attention_scale=float(_value(config, "query_pre_attn_scalar", 256)) ** -0.5,
         attention_cap=config.get("attn_logit_softcapping"),
         logit_cap=config.get("final_logit_softcapping"),
@@ -193,7 +197,7 @@ def _gpt_neox(config: Config) -> Decoder:
     theta = _value(
         section, "rope_theta", _value(config, "rotary_emb_base", _value(config, "rope_theta", 10000.0))
     )
-    rotary = of_config(section, config, float(theta), int(head_dim * float(partial)))
+    width = int(head_dim * float(partial))
     return Decoder(
         layers=int(config["num_hidden_layers"]),
         heads=heads,
@@ -212,7 +216,7 @@ def _gpt_neox(config: Config) -> Decoder:
         embedding="gpt_neox.embed_in",
         final_norm="gpt_neox.final_layer_norm",
         head="gpt_neox.embed_in" if tied else "embed_out",
-        rotary=lambda layer, tokens: rotary,
+        rotary=lambda layer, tokens: of_config(section, config, float(theta), width, tokens),
         qkv="by_head",
         layer_norms=True,
         activation=_activation(_value(config, "hidden_act", "gelu")),
