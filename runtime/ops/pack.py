@@ -87,8 +87,8 @@ def pack(x: Tensor, encoding: str, method: str = "absmax", weights: Tensor | Non
 
     By ``absmax`` the bits are those of the format's encoder rules on every device: the kernel settles scales and codes in
     integer arithmetic, whatever the device's division and subnormals do. By ``search`` a block gets the scale, of either
-    sign, and the codes from all 16 that make the sum of weighted squared errors least. Blocks with values that are not finite
-    or whose largest is below 2^-100 are packed by absmax also then.
+    sign, and the codes from all 16 that make the sum of weighted squared errors least. Blocks with values that are not
+    finite, or whose largest is below 2^-100 are packed by absmax also then.
 
     Args:
         x: f32, f16 or bf16 tensor of any shape with at least one element.

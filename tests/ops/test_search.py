@@ -18,7 +18,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def least_error(x: Doubles, w: Doubles) -> float:
-    """The least sum of w (x - s q)² over all scales and codes of one block, by trying every set of codes that rounding can give.
+    """The least sum of w (x - s q)² of one block over all scales and codes, from every set of codes that rounding can give.
 
     Any best code rounds x / s for its own s, and that changes only at |x| / s = m + 1/2: one scale out of every interval
     between such points, for both signs, is all there is.
@@ -80,7 +80,8 @@ def check(values: npt.NDArray[Any], w: npt.NDArray[np.float32] | None = None) ->
     # Sums in float32 leave the scale off by up to some 2^-22 of itself, and the error by the square of that.
     floor = 2e-13 * power(values, wide)
     assert got.sum() <= bound.sum() * (1 + 1e-6) + floor.sum()
-    assert (got <= bound * (1 + 1e-4) + floor).all()
+    # And codes whose errors differ by less than what float32 sums resolve may be taken for one another.
+    assert (got <= bound + 1e-6 * power(values, wide)).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
