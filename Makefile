@@ -6,7 +6,7 @@ PYTEST := $(PYTHON_IN_VENV) -m pytest
 DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
 	--ignore=tests/zoo/pull
 
-.PHONY: help setup demo test lint typecheck imports format shaders bench test-validation test-portable test-mesa22 clean
+.PHONY: help setup demo test lint typecheck imports format shaders bench bench-quality test-validation test-portable test-mesa22 clean
 
 help:
 	@echo 'make setup            .venv with oazoo and its tools, and a Vulkan driver when no device answers'
@@ -18,6 +18,7 @@ help:
 	@echo 'make lint typecheck imports format    one check at a time; format also mends'
 	@echo 'make shaders          compile shaders/*.slang to shaders/spirv'
 	@echo 'make bench            the numbers of docs/performance.md'
+	@echo 'make bench-quality    perplexity and divergence of SmolLM2, quantised in each way (minutes)'
 	@echo 'make clean            remove what these targets built, but not .venv'
 
 setup:
@@ -48,6 +49,9 @@ shaders: setup
 
 bench: setup
 	@$(PYTHON_IN_VENV) tools/bench.py
+
+bench-quality: setup
+	@$(PYTHON_IN_VENV) tools/bench_quality.py
 
 test-validation: setup
 	@OAZOO_VALIDATION=1 $(PYTEST) $(DEVICE_TESTS)

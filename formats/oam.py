@@ -24,7 +24,9 @@ _HASH_STEP = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class Section:
+    """Where a section lies, and the FNV-1a 64 checksum that the file states for it."""
+
     kind: int
     offset: int
     size: int
@@ -103,6 +105,27 @@ class OamSource(WeightSource):
         return OamOptimizer(kind, lr, beta1, beta2, eps, decay, step, parts[0], second)
 
     @property
+    def sections(self) -> Mapping[int, Section]:
+        """The sections by type (see :mod:`oazoo.formats.oam_layout`), in the order of the file's table."""
+        return MappingProxyType(self._sections)
+
+    @property
+    def weights_checksum(self) -> str:
+        """What the file states as checksum of all weights with their names and shapes, ``fnv1a64:`` and 16 hex digits.
+
+        :meth:`verify` tells whether it is true. It finds accidents, not forgery. Empty for a file without weights.
+        """
+        section = self._sections.get(layout.WEIGHTS)
+        return "" if section is None else f"fnv1a64:{section.checksum:016x}"
+
+    def section_bytes(self, kind: int, start: int, size: int) -> memoryview:
+        """``size`` bytes of a section's payload from ``start`` on, mapped and unchecked."""
+        section = self._sections[kind]
+        if not 0 <= start <= start + size <= section.size:
+            raise FormatError(f"{self.path}: {start} to {start + size} is not within {section.name}")
+        return self._file.view(section.offset + start, size).data
+
+    @property
     def checked_bytes(self) -> int:
         """How many bytes :meth:`verify` reads."""
         return sum(section.size for section in self._sections.values())
@@ -157,7 +180,7 @@ class OamSource(WeightSource):
         return (kind, *hyper, step), count
 
 
-def _read_sections(file: MappedFile) -> tuple[int, dict[int, _Section]]:
+def _read_sections(file: MappedFile) -> tuple[int, dict[int, Section]]:
     path = file.path
     header_size = layout.FILE_HEADER.size
     if file.size < header_size:
@@ -180,11 +203,11 @@ def _read_sections(file: MappedFile) -> tuple[int, dict[int, _Section]]:
     table = file.read(header_size, count * layout.SECTION_HEADER.size)
     data_start = -(-(header_size + len(table)) // layout.PAGE) * layout.PAGE
 
-    sections: dict[int, _Section] = {}
+    sections: dict[int, Section] = {}
     for kind, compression, _, _, offset, size, packed, check, _ in layout.SECTION_HEADER.iter_unpack(table):
         if kind not in layout.SECTION_NAMES:
             raise FormatError(f"{path}: unknown section type {kind}")
-        section = _Section(kind, offset, size, check)
+        section = Section(kind, offset, size, check)
         if kind in sections:
             raise FormatError(f"{path}: section {section.name} comes twice")
         if compression or packed:
@@ -205,8 +228,8 @@ def _read_sections(file: MappedFile) -> tuple[int, dict[int, _Section]]:
     return version, sections
 
 
-def _check_disjoint(path: Path, sections: dict[int, _Section]) -> None:
-    previous: _Section | None = None
+def _check_disjoint(path: Path, sections: dict[int, Section]) -> None:
+    previous: Section | None = None
     for section in sorted(sections.values(), key=lambda item: (item.offset, item.size)):
         if previous is not None and section.offset < previous.offset + previous.size:
             raise FormatError(
@@ -217,7 +240,7 @@ def _check_disjoint(path: Path, sections: dict[int, _Section]) -> None:
 
 
 def _check_manifest(
-    path: Path, version: int, header: bytes, table: bytes, checksum: int, sections: dict[int, _Section]
+    path: Path, version: int, header: bytes, table: bytes, checksum: int, sections: dict[int, Section]
 ) -> None:
     if version == 1:
         found = 0
@@ -232,7 +255,7 @@ def _check_manifest(
         )
 
 
-def _compare(path: Path, section: _Section, found: int) -> None:
+def _compare(path: Path, section: Section, found: int) -> None:
     if found != section.checksum:
         raise FormatError(
             f"{path}: section {section.name} is damaged: its checksum is {section.checksum:016x}, its "

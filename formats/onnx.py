@@ -46,7 +46,13 @@ _MAX_IR_VERSION = 1000
 FIRST_BYTES = frozenset(bytes([number << 3 | wire]) for number, wire in _KNOWN.items() if number < 16)
 
 
-class OnnxSource(WeightSource):
+class GraphSource(WeightSource):
+    """Tensors, and the graph that computes with them."""
+
+    graph: OnnxGraph
+
+
+class OnnxSource(GraphSource):
     """One ONNX model with its external data; the mapping holds initialisers and the tensors of Constant nodes.
 
     ``graph`` is the parsed graph. ``metadata`` has ``ir_version``, the producer, ``opsets`` (domain → version), ``inputs``
@@ -80,7 +86,7 @@ class OnnxSource(WeightSource):
             )
         data = self._file.view(0, self._file.size).data
         parser = GraphParser(data)
-        metadata, graph, notes = _model(data, parser)
+        metadata, graph, notes = parse_model(data, parser)
         self.graph = graph
         records = {**graph.initializers, **graph.constants, **graph.inner}
         self._tensors: dict[str, SourceTensor] = {
@@ -141,7 +147,16 @@ def _is_model(data: memoryview) -> bool:
     return {_IR_VERSION, _GRAPH} <= seen
 
 
-def _model(data: memoryview, parser: GraphParser) -> tuple[dict[str, Any], OnnxGraph, list[str]]:
+def parse_model(
+    message: bytes | memoryview, parser: GraphParser | None = None
+) -> tuple[dict[str, Any], OnnxGraph, list[str]]:
+    """The metadata, the graph and notes of a serialised ModelProto, its tensors not yet held against their shapes.
+
+    Raises:
+        FormatError: it is damaged, or has what is not supported.
+    """
+    data = memoryview(message)
+    parser = parser or GraphParser(data)
     graph: OnnxGraph | None = None
     opsets: dict[str, int] = {}
     properties: dict[str, str] = {}
@@ -182,6 +197,8 @@ def _model(data: memoryview, parser: GraphParser) -> tuple[dict[str, Any], OnnxG
     metadata["outputs"] = {value.name: list(value.shape or ()) for value in graph.outputs}
     if properties:
         metadata["properties"] = properties
+    if functions:
+        metadata["functions"] = functions
     notes = [f"{functions} functions of the model are not listed: constants inside them are no weights"]
     return metadata, graph, notes if functions else []
 

@@ -24,6 +24,8 @@ from oazoo.formats.source import SourceTensor, TensorInfo
 
 MAX_RANK = 64
 MAX_NAME = 4096
+#: Longest key or value of a key and value, in bytes.
+MAX_TEXT = 1 << 20
 
 #: TensorProto.DataType: our encoding.
 ENCODINGS = {
@@ -138,7 +140,7 @@ def entry(data: memoryview, item: pb.Field) -> tuple[str, str]:
     found = {1: "", 2: ""}
     for part in pb.fields(data, item.start, item.stop):
         if part.number in found:
-            found[part.number] = pb.text(data, part, "a text of a key and value", 1 << 20)
+            found[part.number] = pb.text(data, part, "a text of a key and value", MAX_TEXT)
     return found[1], found[2]
 
 

@@ -9,13 +9,16 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from oazoo.errors import OazooError, OutputError, UsageError
 from oazoo.formats.atomic import check_output, output_error
 from oazoo.formats.messages import some
+
+#: What a file system without hard links says.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 
 
 @contextmanager
@@ -94,18 +97,50 @@ def publish_folder(staged: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def publish_files(staged: Path, targets: Collection[Path], *, overwrite: bool = False) -> None:
-    """Give staged files their names, in the order of ``targets``: the one that counts comes last."""
+def publish_files(staged: Path, targets: Mapping[str, Path], *, overwrite: bool = False) -> None:
+    """Give staged files their names, in the order of ``targets`` (staged name → target): the one that counts comes last.
+
+    If one cannot get its name, those before it are taken back, and what was there before is put back.
+    """
     _sync(staged)
-    for target in targets:
-        source = staged / target.name
+    done: list[tuple[Path, Path | None]] = []
+    for name, target in targets.items():
         try:
+            kept = _keep(target, staged / f".kept-{len(done)}") if overwrite else None
             if overwrite:
-                source.replace(target)
+                (staged / name).replace(target)
             else:
-                _publish_new(source, target)
-        except OSError as error:
-            raise output_error(target, error) from error
+                _publish_new(staged / name, target)
+        except BaseException as error:
+            for published, former in reversed(done):
+                _take_back(published, former)
+            if isinstance(error, OSError):
+                raise output_error(target, error) from error
+            raise
+        done.append((target, kept))
+
+
+def _keep(target: Path, kept: Path) -> Path | None:
+    """A second name for a file that is about to be replaced; None if there is no such file."""
+    if not target.exists():
+        return None
+    try:
+        os.link(target, kept)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copy2(target, kept)
+    return kept
+
+
+def _take_back(published: Path, former: Path | None) -> None:
+    try:
+        if former is None:
+            published.unlink()
+        else:
+            former.replace(published)
+    except OSError:
+        pass  # the error that led here is the one to tell
 
 
 def _publish_new(source: Path, target: Path) -> None:
@@ -115,7 +150,7 @@ def _publish_new(source: Path, target: Path) -> None:
     except FileExistsError as error:
         raise UsageError(f"{target}: was created by somebody else meanwhile; not replaced") from error
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+        if error.errno not in _NO_LINKS:
             raise
         source.replace(target)
 

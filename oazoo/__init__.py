@@ -1,7 +1,7 @@
 """oazoo: a model zoo with weight translation and quantization, on its own Vulkan runtime.
 
 The public functions are imported when they are first used, so that ``import oazoo`` is quick and needs no driver:
-:func:`load`, :func:`convert`, :func:`quantize`, :func:`export`, :func:`diff`, :func:`pull`.
+:func:`load`, :func:`convert`, :func:`quantize`, :func:`evaluate`, :func:`export`, :func:`diff`, :func:`pull`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from oazoo.errors import OazooError
 if TYPE_CHECKING:
     from oazoo.zoo.convert import convert
     from oazoo.zoo.diff import diff
+    from oazoo.zoo.evaluate import evaluate
     from oazoo.zoo.export import export
     from oazoo.zoo.load import load
     from oazoo.zoo.pull import pull
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["OazooError", "__version__", "convert", "diff", "export", "load", "pull", "quantize"]
+__all__ = ["OazooError", "__version__", "convert", "diff", "evaluate", "export", "load", "pull", "quantize"]
 
 _HOMES = {
     "convert": "oazoo.zoo.convert",
     "diff": "oazoo.zoo.diff",
+    "evaluate": "oazoo.zoo.evaluate",
     "export": "oazoo.zoo.export",
     "load": "oazoo.zoo.load",
     "pull": "oazoo.zoo.pull",

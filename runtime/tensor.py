@@ -51,13 +51,16 @@ class Tensor:
     file: the plane of codes, then the plane of float32 scales. Views made with :meth:`view` and :meth:`rows` share memory.
     """
 
-    __slots__ = ("device", "dtype", "memory", "nbytes", "offset", "shape")
+    __slots__ = ("device", "dtype", "grad", "memory", "nbytes", "offset", "requires_grad", "shape")
 
     def __init__(
         self, device: Device, shape: tuple[int, ...], dtype: str, memory: Range, offset: int = 0
     ) -> None:
         self.device, self.shape, self.dtype, self.memory, self.offset = device, shape, dtype, memory, offset
         self.nbytes = encoded_bytes(shape, dtype)
+        #: Whether a :class:`~oazoo.runtime.tape.GradientTape` takes gradients with respect to this tensor, and their sum.
+        self.requires_grad = False
+        self.grad: Tensor | None = None
 
     @classmethod
     def empty(cls, device: Device, shape: Sequence[int], dtype: str = "f32") -> Self:

@@ -23,6 +23,10 @@ class KernelSpec:
 WEIGHTS = {"f32": "F32W", "f16": "F16W", "bf16": "BF16W", "q8": "Q8W", "q4": "Q4W"}
 #: Columns of a lane in linear's lanes variant; more in the kernels that leave scaling to the end of a block.
 COLUMNS, CODED_COLUMNS = 2, 4
+#: Activations by the number that activation.slang knows them by.
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+#: Columns of a lane in the lanes variants of the backward products.
+PRODUCT_COLUMNS = (4, 8)
 #: Head widths that have an attention kernel of their own for CPU devices.
 LANES_HEAD_DIMS = (32, 64, 128)
 
@@ -38,15 +42,20 @@ def _linear() -> dict[str, KernelSpec]:
                 table[name] = KernelSpec("linear_lanes", f"{form}<{weight},{rows},{columns},{norm}>")
             table[f"{form}_group_{encoding}"] = KernelSpec("linear_group", f"{form}<{weight}>")
             table[f"{form}_tile_{encoding}"] = KernelSpec("linear_tile", f"{form}<{weight}>")
+        table[f"turn_{encoding}"] = KernelSpec("linear_wide", f"turn<{weight}>")
+    for form in ("linear", "gated"):
+        table[f"{form}_wide"] = KernelSpec("linear_wide", f"wide{form.title()}")
     return table
 
 
 def _rows() -> dict[str, KernelSpec]:
-    """What works on rows of activations: norms, attention, embedding, rotary, activations."""
+    """What works on rows of activations: norms, attention, embedding, rotary, activations, scores."""
     table: dict[str, KernelSpec] = {}
     for lanes in ("Wave8", "Group32"):
-        for name, entry in (("rms_norm", "rms"), ("layer_norm", "layer")):
+        for name, entry in (("rms_norm", "rms"), ("layer_norm", "layer"), ("query_key_norm", "queryKey")):
             table[f"{name}_{lanes.lower()}"] = KernelSpec("norm", f"{entry}{lanes}")
+        for name in ("score", "diverge"):
+            table[f"{name}_{lanes.lower()}"] = KernelSpec("score", f"{name}{lanes}")
     for encoding, weight in WEIGHTS.items():
         table[f"embedding_{encoding}"] = KernelSpec("embedding", f"embed<{weight}>")
         table[f"decode_{encoding}"] = KernelSpec("embedding", f"decode<{weight}>")
@@ -58,13 +67,68 @@ def _rows() -> dict[str, KernelSpec]:
     table["attention_join"] = KernelSpec("attention", "joinParts")
     table["argmax"] = KernelSpec("argmax", "argmax")
     table["rope_and_cache"] = KernelSpec("rope", "ropeAndCache")
-    table["silu_mul"] = KernelSpec("activation", "siluMul")
-    table["gelu_tanh"] = KernelSpec("activation", "geluTanh")
-    table["gelu_erf"] = KernelSpec("gelu", "geluErf")
+    for kind, activation in enumerate(ACTIVATIONS):
+        table[f"activate_{activation}"] = KernelSpec("activation", f"activate<{kind}>")
+        table[f"activate_gated_{activation}"] = KernelSpec("activation", f"activateGated<{kind}>")
+    table["softcap"] = KernelSpec("activation", "softcap")
+    return table
+
+
+def _products() -> dict[str, KernelSpec]:
+    """The products that go backward through a linear layer."""
+    table = {
+        f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()
+    }
+    for columns in PRODUCT_COLUMNS:
+        table[f"product_lanes{columns}"] = KernelSpec("product_lanes", f"product<{columns}>")
+    table["product_weights_tile"] = KernelSpec("product_tile", "weightsOf")
+    return table
+
+
+#: Functions of one number (unary.slang), by the name of their op.
+UNARY = {
+    "relu": "Relu",
+    "leaky_relu": "LeakyRelu",
+    "elu": "Elu",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
+    "softplus": "Softplus",
+    "mish": "Mish",
+}
+#: The activations of activation.slang, whose way back is in unary.slang.
+BACK = {"silu": "Silu", "gelu_tanh": "GeluTanh", "gelu": "GeluErf"}
+#: Head widths that have training attention of their own for CPU devices.
+TRAIN_HEAD_DIMS = (16, 32, 64)
+
+
+def _training() -> dict[str, KernelSpec]:
+    """Gradients of what is not a product, losses, and attention over whole sequences."""
+    table: dict[str, KernelSpec] = {}
+    for name, function in UNARY.items():
+        table[f"unary_{name}"] = KernelSpec("unary", f"forward<{function}>")
+        table[f"unary_{name}_back"] = KernelSpec("unary", f"backward<{function}>")
+    for name, function in BACK.items():
+        table[f"activate_{name}_back"] = KernelSpec("unary", f"backward<{function}>")
+        table[f"activate_gated_{name}_back"] = KernelSpec("unary", f"gatedBackward<{function}>")
+    for lanes in ("Wave8", "Group32"):
+        table[f"norm_back_{lanes.lower()}"] = KernelSpec("norm_back", f"back{lanes}")
+        table[f"cross_entropy_{lanes.lower()}"] = KernelSpec("loss", f"forward{lanes}")
+        table[f"cross_entropy_back_{lanes.lower()}"] = KernelSpec("loss", f"back{lanes}")
+    table["column_sums"] = KernelSpec("norm_back", "columnSums")
+    for name in ("fill", "axpy", "scale", "sum", "columns"):
+        table[name] = KernelSpec("train_rows", name)
+    table["embedding_back"] = KernelSpec("train_rows", "embedBack")
+    table["rotate"] = KernelSpec("attention_train", "rotate")
+    for part in ("forward", "queries", "keys"):
+        table[f"attend_{part}_group"] = KernelSpec("attention_train", f"{part}Group")
+        for dims in TRAIN_HEAD_DIMS:
+            table[f"attend_{part}_lanes_{dims}"] = KernelSpec("attention_train", f"{part}Lanes<{dims}>")
     return table
 
 
 KERNELS: dict[str, KernelSpec] = {
+    **_training(),
+    **_products(),
     **_rows(),
     "add_f32": KernelSpec("elementwise", "add"),
     **{

@@ -10,7 +10,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.formats import quant
+from oazoo.configs import ModelConfig
+from oazoo.formats import encodings, quant
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
@@ -58,6 +59,20 @@ def oam_values(path: Path) -> dict[str, npt.NDArray[np.float64]]:
     """The weights of an ``.oam``, decoded."""
     with OamSource(path) as source:
         return {name: tensor.numpy().astype(np.float64) for name, tensor in source.items()}
+
+
+def random_oam(path: Path, config: ModelConfig, encoding: str = "f32", seed: int = 0) -> Path:
+    """A model of ``config`` with random weights, matrices large enough that every part of it matters to the logits."""
+    random = np.random.default_rng(seed)
+    document = {"oazoo": 1, "family": config.family, "model": config.to_json()}
+    entries = [OamEntry(name, shape, encoding) for name, shape in config.parameters().items()]
+    settings = OamConfig(architecture=config.family, payload=json.dumps(document).encode())
+    with OamWriter(path, config=settings, entries=entries) as writer:
+        for entry in entries:
+            values = random.normal(size=entry.shape) * (0.3 if len(entry.shape) > 1 else 0.2)
+            values += len(entry.shape) == 1 and entry.name.endswith("norm.weight")
+            writer.write(entry.name, values.astype(encodings.get(encoding).dtype))
+    return path
 
 
 def packed_oam(source: Path, out: Path, encoding: str, exact_scales: bool = False) -> Path:

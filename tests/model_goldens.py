@@ -8,7 +8,23 @@ import numpy as np
 import numpy.typing as npt
 
 DATA = Path(__file__).resolve().parent / "data"
-HF = ("gpt2", "llama", "llama_tied_bf16", "qwen2")
+HF = (
+    "gpt2",
+    "llama",
+    "llama_tied_bf16",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gemma3_six",
+    "olmo2",
+    "phi3",
+    "phi3_longrope",
+    "gpt_neox",
+    "gpt_neox_serial",
+)
+#: What llama.cpp's fixed rules for an architecture cannot express, and the words that say so.
+NOT_GGUF = {"gemma3": "scales scores by 16\\^-0.5", "gpt_neox": "tanh form of GELU"}
 ONNX = tuple(
     f"{name}/{file}"
     for name in ("nanogpt_script", "nanogpt_nobias_script", "nanogpt_dynamo")

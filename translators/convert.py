@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,11 +14,13 @@ from oazoo.configs import ModelConfig
 from oazoo.errors import FormatError, OutputError, TranslationError, UsageError
 from oazoo.formats.atomic import check_output
 from oazoo.formats.mapped import open_regular
+from oazoo.formats.messages import some
 from oazoo.formats.oam_writer import OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
 from oazoo.translators.plan import Plan, any_layer, plan
 from oazoo.translators.raw_config import RawConfig
+from oazoo.translators.translator import Translator
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,6 +32,15 @@ class Progress(Protocol):
     """Told how far a step has come: ``done`` of ``total`` bytes."""
 
     def __call__(self, label: str, done: int, total: int | None, unit: str = "bytes") -> None: ...
+
+
+class Findings(Protocol):
+    """What a check of the result found (:class:`oazoo.zoo.check.CheckReport`; checking needs a device, converting none)."""
+
+    @property
+    def passed(self) -> bool: ...
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,8 @@ class ConversionReport:
     ignored: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     source: Mapping[str, Any]
+    #: What comparing the result with its source found, if that was asked for.
+    check: Findings | None = field(default=None, kw_only=True)
 
     @property
     def rounded(self) -> tuple[TensorReport, ...]:
@@ -108,6 +121,7 @@ class ConversionReport:
             "ignored": [{"source": name, "reason": reason} for name, reason in self.ignored],
             "notes": list(self.notes),
             "source": dict(self.source),
+            **({} if self.check is None else {"check": self.check.to_json()}),
         }
 
     def summary(self) -> list[str]:
@@ -126,9 +140,12 @@ class ConversionReport:
             lines.append("no value was changed")
         for tensor in self.nonfinite:
             lines.append(f"{tensor.target} holds {tensor.nan} NaN and {tensor.infinite} infinite values")
-        lines += [f"ignored {name}: {reason}" for name, reason in self.ignored[:8]]
-        if len(self.ignored) > 8:
-            lines.append(f"ignored {len(self.ignored) - 8} more tensors, for the same reasons")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.ignored:
+            reasons.setdefault(reason, []).append(name)
+        lines += [f"ignored {some(names)}: {reason}" for reason, names in list(reasons.items())[:8]]
+        if len(reasons) > 8:
+            lines.append(f"ignored {sum(map(len, list(reasons.values())[8:]))} more tensors, for other reasons")
         return lines + list(self.notes)
 
     def rounded_groups(self) -> list[tuple[str, str, str, int, float]]:
@@ -166,6 +183,7 @@ def convert(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
     with_tokenizer: bool = True,
+    own: Sequence[Translator] = (),
 ) -> ConversionReport:
     """Convert a checkpoint to an ``.oam`` file, in memory bounded by its largest tensor.
 
@@ -182,6 +200,7 @@ def convert(
             ``files``, a mapping from file name to the SHA-256 that the file must have; ``generation``, defaults of
             sampling for where the source has none of its own.
         with_tokenizer: ``False`` to store the weights only.
+        own: translators of a map of the caller's; see :func:`oazoo.translators.plan.plan`.
 
     Raises:
         OazooError: see :func:`oazoo.translators.plan.plan` for the source and
@@ -189,7 +208,7 @@ def convert(
             does not fit ``dtype``.
     """
     target = check_output(out, overwrite=overwrite)
-    with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance) as planned:
+    with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance, own=own) as planned:
         _check_disk(planned, target)
         _check_ties(planned)
         hashes = _hashes(planned, _known_hashes(planned.provenance), progress)

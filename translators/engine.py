@@ -21,6 +21,7 @@ from oazoo.errors import FormatError, TranslationError, UsageError
 from oazoo.formats import encodings, quant
 from oazoo.formats.source import SourceTensor, WeightSource
 from oazoo.translators.rules import Rule
+from oazoo.translators.stack import Stack, Unstack, entry_values
 from oazoo.translators.translator import Checkpoint, Translation
 
 DTYPES = ("keep", "f32", "f16", "bf16")
@@ -79,7 +80,10 @@ class TensorPlan:
         """Memory that streaming this tensor takes beyond the mapped source, in bytes (an upper estimate)."""
         stored = sum(source[name].info.nbytes for name in self.rule.sources)
         count = encodings.numel(self.shape)
-        moved = 0 if self.rule.transform.name == "Identity" else stored
+        whole = self.rule.transform.name == "Identity" or isinstance(self.rule.transform, Unstack)
+        if isinstance(self.rule.transform, Stack):
+            whole = self.action != "repack"
+        moved = 0 if whole else stored
         if not self.rule.transform.on_rows and any(encodings.get(e).quantized for e in self.source_encodings):
             moved = 4 * count
         return moved + 24 * min(count, CHUNK)
@@ -246,6 +250,10 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
     tensors = [source[name] for name in plan.rule.sources]
     if not encodings.numel(plan.shape):
         return
+    if isinstance(plan.rule.transform, Stack) and plan.action != "repack":
+        for part in _entries(plan):
+            yield from stream(part, source, measured)
+        return
     if plan.action == "store":
         stored = tensors[0].raw()
         yield from (stored[start : start + 4 * CHUNK] for start in range(0, stored.size, 4 * CHUNK))
@@ -265,8 +273,19 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
             yield _cast(values, plan, measured)
 
 
+def _entries(plan: TensorPlan) -> Iterator[TensorPlan]:
+    """The sources of a stack, each as a tensor of its own: one after another they are the stack."""
+    for name, kind in zip(plan.rule.sources, plan.source_encodings, strict=True):
+        action = "copy" if kind == plan.encoding else "convert"
+        size = plan.nbytes // plan.shape[0]
+        yield TensorPlan(Rule(plan.target, (name,)), plan.shape[1:], plan.encoding, size, (kind,), action)
+
+
 def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.NDArray[Any]]:
     """The target's values, flattened, in pieces, in the source's own type."""
+    if isinstance(plan.rule.transform, Unstack):
+        yield from entry_values(tensors[0], plan.rule.transform, CHUNK)
+        return
     same = len(set(plan.source_encodings)) == 1
     kinds = [encodings.get(kind) for kind in plan.source_encodings]
     # Blocks of .oam run over the flattened tensor, with the scales behind all codes: no row is a range of bytes.

@@ -1,4 +1,4 @@
-"""Exporting an ``.oam`` to SafeTensors under Hugging Face names, or to GGUF: plan, stream, read again, publish."""
+"""Exporting an ``.oam`` to SafeTensors under Hugging Face names, GGUF or ONNX: plan, stream, read again, publish."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from oazoo.formats.detect import open_source
 from oazoo.formats.gguf_writer import write_gguf
 from oazoo.formats.hf_folder import INDEX_SUFFIX
 from oazoo.formats.oam import OamSource
+from oazoo.formats.onnx_writer import GraphPlan, data_name, write_onnx
 from oazoo.formats.safetensors_writer import write_safetensors
 from oazoo.formats.source import TensorInfo, WeightSource
 from oazoo.formats.staging import check_folder, publish_files, publish_folder, staging
@@ -31,10 +32,14 @@ from oazoo.translators.export_plan import ExportPlan, plan_export, provenance_te
 from oazoo.translators.exporter import NAMINGS, check_same_model
 from oazoo.translators.gguf_tokenizer_out import gguf_text_settings
 from oazoo.translators.hf_files import hf_files
+from oazoo.translators.onnx_ours import asset_texts
+from oazoo.translators.own_map import OwnMap
 from oazoo.translators.translator import open_checkpoint
 
 #: As the Hugging Face libraries cut models by default.
 MAX_SHARD_BYTES = 5_000_000_000
+#: An ONNX file is one protobuf message, which ends at 2 GiB; larger models have their weights beside it.
+MAX_INLINE_BYTES = 1_500_000_000
 #: ``general.file_type`` of GGUF by what most values are stored as.
 _FILE_TYPES = {"f32": 0, "f16": 1, "gguf.q4_0": 2, "gguf.q8_0": 7, "bf16": 32}
 _SIDE_FILES = (
@@ -44,6 +49,8 @@ _SIDE_FILES = (
     "tokenizer_config.json",
     "README.md",
 )
+#: Of these, what other programs look for beside an ONNX file.
+_ONNX_SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _STEP = 1 << 22
 
 
@@ -63,13 +70,13 @@ class ExportReport(ConversionReport):
 
 
 def container_for(output: Path | str, to: str | None = None) -> str:
-    """The container that an output's name means, unless ``to`` says it: a folder or ``.safetensors``, or ``.gguf``.
+    """The container that an output's name means, unless ``to`` says it: a folder or ``.safetensors``, ``.gguf``, ``.onnx``.
 
     Raises:
         UsageError: the name and ``to`` contradict each other, or the name means nothing.
     """
     suffix = Path(output).suffix.lower()
-    meant = {".gguf": "gguf", ".safetensors": "safetensors", "": "safetensors"}.get(suffix)
+    meant = {".gguf": "gguf", ".onnx": "onnx", ".safetensors": "safetensors", "": "safetensors"}.get(suffix)
     if Path(output).is_dir() or str(output).endswith(("/", "\\")):
         meant = "safetensors"
     if to is not None and to not in NAMINGS:
@@ -78,7 +85,8 @@ def container_for(output: Path | str, to: str | None = None) -> str:
         raise UsageError(f"{output}: the name means {suffix.removeprefix('.')}, --to says {to}")
     if to is None and meant is None:
         raise UsageError(
-            f"{output}: what to export to? Name a folder, OUT.safetensors or OUT.gguf, or say --to: {', '.join(NAMINGS)}"
+            f"{output}: what to export to? Name a folder, OUT.safetensors, OUT.gguf or OUT.onnx, or say --to: "
+            f"{', '.join(NAMINGS)}"
         )
     return to or str(meant)
 
@@ -92,51 +100,68 @@ def export(
     overwrite: bool = False,
     with_tokenizer: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    external: bool = False,
+    own: OwnMap | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write an ``.oam`` as a Hugging Face folder, one SafeTensors file, or a GGUF file, in bounded memory.
+    """Write an ``.oam`` as a Hugging Face folder, one SafeTensors file, a GGUF file or an ONNX graph, in bounded memory.
 
     The output is read again and compared with what was meant, tensor by tensor, before it gets its name.
 
     Args:
         source: the ``.oam`` file, or an opened one (which stays open).
-        output: a folder; ``OUT.safetensors`` (config.json and tokenizer files go beside it); or ``OUT.gguf``.
-        to: ``"safetensors"`` or ``"gguf"``, where the name does not say.
+        output: a folder; ``OUT.safetensors`` (config.json and tokenizer files go beside it); ``OUT.gguf``; or ``OUT.onnx``
+            (tokenizer files go beside it, and weights above 1.5 GB, into ``OUT.onnx.data``).
+        to: ``"safetensors"``, ``"gguf"`` or ``"onnx"``, where the name does not say.
         dtype: ``keep``, ``f32``, ``f16`` or ``bf16``. ``keep`` leaves dense weights as they are. Q8 and Q4 become Q8_0
             and Q4_0 in GGUF where every scale is a float16, and f16 otherwise. Vectors are f32 in GGUF.
         overwrite: replace an existing output.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
         max_shard_bytes: a folder's weights are cut into files of about this size.
+        external: put the weights of an ONNX graph into ``OUT.onnx.data`` however small they are.
+        own: a map of the caller's; see :func:`oazoo.translators.export_plan.plan_export`.
         progress: called with (label, bytes done, bytes in all).
 
     Raises:
         OazooError: UsageError, FormatError, TranslationError, TokenizerError or OutputError; nothing is left behind.
     """
     container = container_for(output, to)
+    if external and container != "onnx":
+        raise UsageError("only an ONNX graph can have its weights in a file beside it (--external)")
     with nullcontext(source) if isinstance(source, OamSource) else as_model(open_source(source)) as model:
-        plan = plan_export(model, container, dtype, with_tokenizer=with_tokenizer)
+        plan = plan_export(model, container, dtype, with_tokenizer=with_tokenizer, own=own)
         work = _Export(plan, progress)
         named = Path(output)
         check_not_input(named, model.files)
-        single = container == "gguf" or named.suffix.lower() == ".safetensors"
-        side = work.side_files() if container == "safetensors" else {}
+        single = container != "safetensors" or named.suffix.lower() == ".safetensors"
+        outside = container == "onnx" and (external or plan.weight_bytes > MAX_INLINE_BYTES)
+        side = work.side_files()
         if single:
             final = check_output(named, overwrite=overwrite)
-            targets = [*(check_output(final.parent / name, overwrite=overwrite) for name in side), final]
+            beside = [*side, data_name(final.name)] if outside else [*side]
+            if final.name in beside:
+                raise UsageError(f"{named}: another file of this export has that name; choose another")
+            targets = {name: check_output(final.parent / name, overwrite=overwrite) for name in beside}
+            for target in targets.values():
+                check_not_input(target, model.files)
+            targets[final.name] = final
         else:
             final = check_folder(named, _is_ours, overwrite=overwrite)
         _check_disk(plan, final)
-        metadata = work.gguf_metadata() if container == "gguf" else {}
+        texts = work.metadata()
         work.verify_source()
         with staging(final, named.parent if single else named) as folder:
+            for name, data in side.items():
+                (folder / name).write_bytes(data)
+            written = folder / final.name if single else folder
             if container == "gguf":
-                work.write_gguf(folder / final.name, metadata)
+                write_gguf(written, texts, work.tensors())
+            elif container == "onnx":
+                write_onnx(written, work.graph(), texts, work.tensors(), external=outside)
             else:
-                for name, data in side.items():
-                    (folder / name).write_bytes(data)
                 limit = None if single else max_shard_bytes
-                work.write_safetensors(folder, final.name if single else "model.safetensors", limit)
-            work.read_again(folder / final.name if container == "gguf" else folder)
+                work.write_safetensors(folder, final.name if single else "model.safetensors", texts, limit)
+            work.read_again(folder if container == "safetensors" else written)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
             if single:
                 publish_files(folder, targets, overwrite=overwrite)
@@ -198,12 +223,33 @@ class _Export:
         self._done = 0
 
     def side_files(self) -> dict[str, bytes]:
-        """config.json and what else stands beside the weights of a Hugging Face model."""
+        """What stands beside the weights of a model: config.json, the tokenizer and what else other programs look for."""
         plan = self.plan
-        return hf_files(plan.out.settings, plan.assets, plan.config, plan.main_encoding, plan.provenance)
+        if plan.container == "gguf":
+            return {}
+        settings = plan.out.settings if plan.container == "safetensors" else {}
+        files = hf_files(settings, plan.assets, plan.config, plan.main_encoding, plan.provenance)
+        return (
+            files
+            if plan.container == "safetensors"
+            else {k: v for k, v in files.items() if k in _ONNX_SIDE_FILES}
+        )
 
-    def gguf_metadata(self) -> dict[str, Any]:
-        """All key/values of a GGUF file."""
+    def metadata(self) -> dict[str, Any]:
+        """The metadata inside the file."""
+        plan = self.plan
+        if plan.container == "gguf":
+            return self._gguf_metadata()
+        if plan.container == "onnx":
+            return {**plan.out.settings, **asset_texts(plan.assets), **provenance_texts(plan)}
+        return {"format": "pt", **provenance_texts(plan)}
+
+    def graph(self) -> GraphPlan:
+        """The graph around the weights."""
+        assert self.plan.out.graph is not None
+        return self.plan.out.graph({info.name: info.encoding for info in self.plan.infos()})
+
+    def _gguf_metadata(self) -> dict[str, Any]:
         plan, record = self.plan, self.plan.provenance
         settings: dict[str, Any] = {"general.architecture": plan.out.architecture, "general.type": "model"}
         for key, name in (
@@ -234,11 +280,9 @@ class _Export:
             streams.append(StreamedTensor(info, partial(self._extra, name)))
         return streams
 
-    def write_gguf(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        """One GGUF file."""
-        write_gguf(path, metadata, self.tensors())
-
-    def write_safetensors(self, folder: Path, name: str, limit: int | None) -> None:
+    def write_safetensors(
+        self, folder: Path, name: str, metadata: Mapping[str, str], limit: int | None
+    ) -> None:
         """One file, or several of about ``limit`` bytes and their index."""
         shards: list[list[StreamedTensor]] = [[]]
         size = 0
@@ -248,7 +292,6 @@ class _Export:
                 size = 0
             shards[-1].append(tensor)
             size += tensor.info.nbytes
-        metadata = {"format": "pt", **provenance_texts(self.plan)}
         names = [name]
         if len(shards) > 1:
             names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
@@ -291,16 +334,18 @@ class _Export:
         self._done = 0
         with open_source(path) as written:
             infos = {info.name: info for info in self.plan.infos()}
-            if {name: tensor.info for name, tensor in written.items()} != infos:
+            constants = self.graph().constants if self.plan.out.graph is not None else {}
+            if {name: tensor.info for name, tensor in written.items() if name not in constants} != infos:
                 raise OutputError(f"{path}: does not hold the tensors that were written")
-            for name, tensor in written.items():
-                raw, total = tensor.raw(), 0
+            for name in infos:
+                raw, total = written[name].raw(), 0
                 for start in range(0, raw.size, _STEP):
                     total = zlib.crc32(raw[start : start + _STEP].data, total)
                     self._tell("read again", min(_STEP, raw.size - start))
                 if total != self._sums[name]:
                     raise OutputError(f"{path}: {name} was not written as it was meant: is the disk sound?")
-            check_same_model(open_checkpoint(written), self.plan.config)
+            own = self.plan.own.translators if self.plan.own is not None else ()
+            check_same_model(open_checkpoint(written), self.plan.out.reads_as or self.plan.config, own)
 
     def _tell(self, label: str, size: int, total: int | None = None) -> None:
         self._done += size

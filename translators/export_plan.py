@@ -16,19 +16,20 @@ from oazoo.formats import encodings, quant
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import TensorInfo
 from oazoo.translators.assets import Assets
+from oazoo.translators.carried import generation_defaults, special_tokens
 from oazoo.translators.engine import CHUNK, DTYPES, Measured, TensorPlan, stream
 from oazoo.translators.exporter import NAMINGS, Outgoing, check_reads_back, outgoing
 from oazoo.translators.plan import weights_table
 from oazoo.translators.rules import Rule, invert
-from oazoo.translators.settings import Settings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from oazoo.translators.own_map import OwnMap
+
 _DENSE = ("f32", "f16", "bf16", "f64")
 #: Weights of rank 2 and more that llama.cpp wants in f32 all the same.
 _GGUF_F32 = ("position_embd.weight",)
-_SAMPLING = ("temperature", "top_p", "min_p", "repeat_penalty")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class ExportPlan:
     tensors: tuple[TensorPlan, ...]
     assets: Assets
     notes: tuple[str, ...]
+    #: The map of the caller's that is used, if any.
+    own: OwnMap | None = None
 
     @property
     def provenance(self) -> Mapping[str, Any]:
@@ -107,15 +110,21 @@ class ExportPlan:
 
 
 def plan_export(
-    source: OamSource, container: str, dtype: str = "keep", *, with_tokenizer: bool = True
+    source: OamSource,
+    container: str,
+    dtype: str = "keep",
+    *,
+    with_tokenizer: bool = True,
+    own: OwnMap | None = None,
 ) -> ExportPlan:
     """Plan the export of an opened ``.oam``.
 
     Args:
         source: the model.
-        container: ``"safetensors"`` or ``"gguf"``.
+        container: ``"safetensors"``, ``"gguf"`` or ``"onnx"``.
         dtype: ``"keep"``, ``"f32"``, ``"f16"`` or ``"bf16"``; see :func:`oazoo.translators.export.export`.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
+        own: a map of the caller's (:func:`oazoo.translators.own_map.load_map`), to be used instead of all others.
 
     Raises:
         UsageError: an unknown container or dtype.
@@ -137,7 +146,9 @@ def plan_export(
     record = source.metadata.get("source")
     declared = record.get("architecture") if isinstance(record, Mapping) else None
     names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
-    out = outgoing(config, NAMINGS[container], names)
+    out = outgoing(config, NAMINGS[container], names, own)
+    if container == "onnx" and out.graph is None:
+        raise TranslationError(f"the exporter {out.architecture!r} gives no graph, which an ONNX file is")
     assets, notes = _assets(source, with_tokenizer)
     order = {name: number for number, name in enumerate(config.parameters())}
     rules = sorted(invert(out.rules), key=lambda rule: order[rule.sources[0]])
@@ -147,9 +158,9 @@ def plan_export(
         shown = ", ".join(targets[:4]) + (f" and {len(targets) - 4} more" if len(targets) > 4 else "")
         notes.append(f"{len(targets)} tensor{'s' if len(targets) != 1 else ''} {why}: {shown}")
     plan = ExportPlan(
-        source, config, container, dtype, out, tensors, assets, (*source.notes, *out.notes, *notes)
+        source, config, container, dtype, out, tensors, assets, (*source.notes, *out.notes, *notes), own
     )
-    check_reads_back(out, config, plan.infos(), source.path)
+    check_reads_back(out, config, plan.infos(), source.path, own.translators if own else ())
     return plan
 
 
@@ -170,20 +181,10 @@ def _check_complete(source: OamSource, config: ModelConfig) -> None:
 def _assets(source: OamSource, with_tokenizer: bool) -> tuple[Assets, list[str]]:
     """What travels with the model, its types checked."""
     where = str(source.path)
-    stored = Settings(source.metadata.get("generation") or {}, f"{where}: generation")
-    generation: dict[str, Any] = {"eos_ids": list(stored.ids("eos_ids"))}
-    for name in ("bos_id", "pad_id"):
-        if name in stored:
-            generation[name] = stored.integer(name)
-    if "do_sample" in stored:
-        generation["do_sample"] = stored.boolean("do_sample")
-    if "top_k" in stored:
-        generation["top_k"] = stored.integer("top_k")
-    generation |= {name: stored.number(name) for name in _SAMPLING if name in stored}
+    generation = generation_defaults(source.metadata.get("generation") or {}, f"{where}: generation")
     if not with_tokenizer:
         return Assets(generation=generation), ["tokenizer and chat template left out, as asked"]
-    texts = Settings(source.metadata.get("tokenizer") or {}, f"{where}: tokenizer")
-    tokens = {name: texts.text(name) for name in texts.values if texts.values[name] is not None}
+    tokens = special_tokens(source.metadata.get("tokenizer") or {}, f"{where}: tokenizer")
     template = source.asset("asset/chat_template.jinja")
     try:
         text = None if template is None else template.decode("utf-8")

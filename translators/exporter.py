@@ -1,9 +1,9 @@
 """What an exporter is, how exporters are found, and the proof that what they say reads back as the same model.
 
-An exporter turns a typed config into the settings of a published checkpoint (``config.json``, or GGUF metadata) and
-names the import map that belongs to them. The engine runs that map backwards. Nobody has to trust an exporter: before
-a byte moves, its settings and tensors are read by the translator that imports such checkpoints, and what that derives
-must be the model that is exported.
+An exporter turns a typed config into the settings of a published checkpoint (``config.json``, GGUF metadata, or an ONNX
+graph) and names the import map that belongs to them. The engine runs that map backwards. Nobody has to trust an exporter:
+before a byte moves, its settings and tensors are read by the translator that imports such checkpoints, and what that
+derives must be the model that is exported.
 
 A module of this package that defines ``EXPORTERS``, a tuple of :class:`Exporter`, is found by itself.
 """
@@ -18,21 +18,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from oazoo.configs import DecoderConfig, ModelConfig
 from oazoo.errors import FormatError, TranslationError
+from oazoo.formats import encodings
+from oazoo.formats.onnx import GraphSource, parse_model
+from oazoo.formats.onnx_writer import GraphPlan, model_bytes
 from oazoo.formats.source import SourceTensor, TensorInfo, WeightSource
 from oazoo.translators.engine import check
 from oazoo.translators.rope_out import same_scaling
 from oazoo.translators.rules import Rule
-from oazoo.translators.translator import Checkpoint, choose
+from oazoo.translators.translator import Checkpoint, Translator, choose, open_checkpoint
+
+if TYPE_CHECKING:
+    from oazoo.translators.own_map import OwnMap
 
 #: Container → whose names it uses.
-NAMINGS = {"safetensors": "hf", "gguf": "gguf"}
+NAMINGS = {"safetensors": "hf", "gguf": "gguf", "onnx": "onnx"}
 _FLOAT_TOLERANCE = 1e-6
 
 
@@ -40,8 +46,10 @@ _FLOAT_TOLERANCE = 1e-6
 class Outgoing:
     """What an exporter says about one model.
 
-    ``settings`` are entries of config.json, or GGUF key/values. ``rules`` are the import map of such a checkpoint, to
-    be run backwards. ``extra`` are float32 tensors that hold settings rather than weights.
+    ``settings`` are entries of config.json, GGUF key/values, or texts of an ONNX model's metadata. ``rules`` are the import
+    map of such a checkpoint, to be run backwards. ``extra`` are float32 tensors that hold settings rather than weights.
+    ``graph`` gives the graph around the weights, from what each is stored as, where the container holds one. ``reads_as`` is
+    the config that the file reads back as, where it says the same in other terms (norm weights with the offset added).
     """
 
     naming: str
@@ -50,6 +58,8 @@ class Outgoing:
     rules: Sequence[Rule]
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    reads_as: ModelConfig | None = None
+    graph: Callable[[Mapping[str, str]], GraphPlan] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,13 +74,14 @@ class Exporter:
 
 @cache
 def exporters() -> tuple[Exporter, ...]:
-    """All exporters, in the order in which they are tried."""
+    """All exporters, in the order in which they are tried: those of this package, then those of others."""
     import oazoo.translators as package
+    from oazoo.translators.own_map import plugins
 
     found: list[Exporter] = []
     for module in pkgutil.iter_modules(package.__path__):
         found += getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "EXPORTERS", ())
-    return tuple(found)
+    return (*found, *(entry for plugin in plugins() for entry in plugin.offers.exporters))
 
 
 def exportable() -> list[str]:
@@ -82,13 +93,20 @@ def exportable() -> list[str]:
     return [f"{family} → {words[naming]}: {', '.join(names)}" for (family, naming), names in lines.items()]
 
 
-def outgoing(config: ModelConfig, naming: str, declared: Sequence[str] = ()) -> Outgoing:
+def outgoing(
+    config: ModelConfig, naming: str, declared: Sequence[str] = (), own: OwnMap | None = None
+) -> Outgoing:
     """The first architecture that expresses the model; those that it was declared as come first.
+
+    With a map of the caller's, ``own``, only its exporters are asked.
 
     Raises:
         TranslationError: none does; the message gives the reason of each.
     """
-    known = [entry for entry in exporters() if (entry.family, entry.naming) == (config.family, naming)]
+    entries = exporters() if own is None else own.exporters
+    known = [entry for entry in entries if (entry.family, entry.naming) == (config.family, naming)]
+    if not known and own is not None:
+        raise TranslationError(f"{own.where}: has no exporter for the family {config.family!r} as {naming}")
     if not known:
         raise TranslationError(
             f"models of the family {config.family!r} cannot be exported as {naming}. Supported:\n  "
@@ -111,7 +129,7 @@ def _short(architecture: str) -> str:
 class _PlannedTensor(SourceTensor):
     """A tensor of a checkpoint that is not written yet."""
 
-    def __init__(self, info: TensorInfo, values: npt.NDArray[np.float32] | None) -> None:
+    def __init__(self, info: TensorInfo, values: npt.NDArray[Any] | None) -> None:
         self.info = info
         self._values = values
 
@@ -134,28 +152,53 @@ class _PlannedSource(WeightSource):
         self.path, self.files = path, ()
         self.format = {naming: container for container, naming in NAMINGS.items()}[out.naming]
         self.metadata = dict(out.settings)
-        self._tensors = {info.name: _PlannedTensor(info, out.extra.get(info.name)) for info in infos}
+        self._tensors: dict[str, SourceTensor] = {
+            info.name: _PlannedTensor(info, out.extra.get(info.name)) for info in infos
+        }
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def check_reads_back(out: Outgoing, config: ModelConfig, infos: Sequence[TensorInfo], path: Path) -> None:
+class _PlannedGraph(_PlannedSource, GraphSource):
+    """The same of a container that holds a graph, which is read as it will be written."""
+
+    def __init__(self, path: Path, out: Outgoing, infos: Sequence[TensorInfo], graph: GraphPlan) -> None:
+        super().__init__(path, out, infos)
+        texts = {key: str(value) for key, value in out.settings.items()}
+        self.metadata, self.graph, _ = parse_model(model_bytes(graph, texts))
+        for name, values in graph.constants.items():
+            info = TensorInfo(name, values.shape, encodings.for_dtype(values.dtype), values.nbytes)
+            self._tensors[name] = _PlannedTensor(info, values)
+
+
+def check_reads_back(
+    out: Outgoing,
+    config: ModelConfig,
+    infos: Sequence[TensorInfo],
+    path: Path,
+    own: Sequence[Translator] = (),
+) -> None:
     """Read the planned checkpoint with the translator that imports it; it must be the same model.
 
     Raises:
         TranslationError: it is not; the message names the settings that would change.
     """
+    if out.graph is not None:
+        graph = out.graph({info.name: info.encoding for info in infos})
+        check_same_model(open_checkpoint(_PlannedGraph(path, out, infos, graph)), config, own)
+        return
     source = _PlannedSource(path, out, infos)
     folder = path if out.naming == "hf" else None
-    check_same_model(Checkpoint(source, out.naming, out.settings, folder, (out.architecture,)), config)
+    checkpoint = Checkpoint(source, out.naming, out.settings, folder, (out.architecture,))
+    check_same_model(checkpoint, out.reads_as or config, own)
 
 
-def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def check_same_model(checkpoint: Checkpoint, config: ModelConfig, own: Sequence[Translator] = ()) -> None:
     """Translate a checkpoint; it must be the model of ``config``. Raises what :func:`check_reads_back` does."""
     name = ", ".join(checkpoint.declared)
     try:
-        translation = choose(checkpoint).translate(checkpoint)
+        translation = choose(checkpoint, own=own).translate(checkpoint)
         check(checkpoint, translation)
     except TranslationError as error:
         raise TranslationError(

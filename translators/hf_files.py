@@ -55,7 +55,7 @@ def hf_files(
         texts = {name: text for name, text in assets.tokens.items() if isinstance(text, str)}
         tokens: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.max_positions,
+            "model_max_length": getattr(config, "max_positions", 1 << 30),  # a recurrence has no limit
             "clean_up_tokenization_spaces": False,
             **texts,
         }

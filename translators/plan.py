@@ -23,10 +23,18 @@ from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check
 from oazoo.translators.gguf_tokenizer import gguf_assets
 from oazoo.translators.hf_assets import hf_assets
+from oazoo.translators.onnx_ours import our_assets, our_provenance
 from oazoo.translators.packed import refuse_packed
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.settings import read_small
-from oazoo.translators.translator import Checkpoint, Translation, Translator, choose, open_checkpoint
+from oazoo.translators.translator import (
+    Checkpoint,
+    Translation,
+    Translator,
+    choose,
+    open_checkpoint,
+    plugin_faults,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,7 +109,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about this conversion."""
-        notes = [*self.checkpoint.source.notes, *self.translation.notes, *self.assets.notes]
+        notes = [*self.checkpoint.source.notes, *self.translation.notes, *self.assets.notes, *plugin_faults()]
         if any(tensor.encoding == "f64" for tensor in self.checked.tensors):
             notes.append(
                 "weights of 64 bits are kept as they are; no model runs in them: --dtype f32 makes them usable"
@@ -227,6 +235,7 @@ def plan(
     *,
     with_tokenizer: bool = True,
     provenance: Mapping[str, Any] | None = None,
+    own: Sequence[Translator] = (),
 ) -> Plan:
     """Plan the conversion of a checkpoint.
 
@@ -238,6 +247,8 @@ def plan(
             ``"keep"``, Q8_0 and Q4_0 weights become Q8 and Q4 without loss, other block encodings f16.
         with_tokenizer: ``False`` to leave tokenizer and chat template out.
         provenance: what is known of the source; see :func:`oazoo.translators.convert.convert`.
+        own: translators of a map of the caller's (:func:`oazoo.translators.own_map.load_map`), to be used instead of all
+            others.
 
     Raises:
         UsageError: an unknown ``arch`` or ``dtype``, unknown provenance, or no such file.
@@ -253,22 +264,28 @@ def plan(
         raise UsageError(f"unknown provenance {unknown[0]!r}; known: {', '.join(_PROVENANCE)}")
     opened = source if isinstance(source, WeightSource) else open_source(source)
     try:
-        checkpoint = open_checkpoint(opened, arch)
+        if own and arch == "raw":
+            raise UsageError("a map of your own and --arch raw exclude each other")
+        checkpoint = open_checkpoint(opened, arch, own_map=bool(own))
         refuse_packed(checkpoint)
-        translator = choose(checkpoint, arch)
+        translator = choose(checkpoint, arch, own)
         translation = translator.translate(checkpoint)
         checked = check(checkpoint, translation, dtype)
         rows = translation.config.vocab_size
         side_files: tuple[Path, ...] = ()
         if checkpoint.naming == "gguf":
             assets = gguf_assets(checkpoint, rows, with_tokenizer)
+        elif checkpoint.naming == "onnx" and checkpoint.declared == ("oazoo",):
+            assets, read = our_assets(checkpoint, rows, with_tokenizer)
+            side_files = tuple(read)
         elif checkpoint.naming != "hf":
             said = "the container carries no tokenizer, so the model takes and gives token ids"
             assets = Assets(notes=() if checkpoint.naming == "raw" else (said,))
         else:
             assets, read = hf_assets(checkpoint, rows, with_tokenizer)
             assert checkpoint.folder is not None
-            side_files = (checkpoint.folder / "config.json", *read)
+            settings = checkpoint.folder / "config.json"
+            side_files = (*((settings,) if settings.is_file() else ()), *read)
         return Plan(
             checkpoint,
             translator,
@@ -295,19 +312,24 @@ def _version() -> str:
 
 
 def _own_name(checkpoint: Checkpoint) -> str:
-    if checkpoint.naming == "gguf":
-        name = checkpoint.config.get("general.name")
-        if isinstance(name, str) and name:
-            return name[:256]
     path = checkpoint.folder or checkpoint.source.path
-    return path.resolve().name
+    return _stated(checkpoint, "name") or path.resolve().name
+
+
+def _stated(checkpoint: Checkpoint, key: str) -> str | None:
+    """The name or license in the metadata of a GGUF file, or of an ONNX file of our own."""
+    value = None
+    if checkpoint.naming == "gguf":
+        value = checkpoint.config.get(f"general.{key}")
+    elif checkpoint.naming == "onnx":
+        value = our_provenance(checkpoint).get(key)
+    return value[:256] if isinstance(value, str) and value else None
 
 
 def _own_license(checkpoint: Checkpoint) -> str | None:
-    """The licence that the checkpoint itself states: GGUF metadata, or the front matter of a model card."""
-    if checkpoint.naming == "gguf":
-        value = checkpoint.config.get("general.license")
-        return value[:256] if isinstance(value, str) and value else None
+    """The licence that the checkpoint itself states: metadata, or the front matter of a model card."""
+    if checkpoint.naming in ("gguf", "onnx"):
+        return _stated(checkpoint, "license")
     if checkpoint.folder is None:
         return None
     card = checkpoint.folder / "README.md"

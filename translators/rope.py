@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from oazoo.errors import TranslationError
 from oazoo.formats.source import WeightSource
 from oazoo.translators.settings import Settings
 
-_SUPPORTED = "none (default), linear, dynamic, llama3, yarn"
+_SUPPORTED = "none (default), linear, dynamic, llama3, yarn, longrope"
 
 #: Keys of a Hugging Face rope dictionary that each kind may have, beyond the common ones.
 _COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
@@ -31,7 +32,16 @@ _KEYS: dict[str, set[str]] = {
         "mscale_all_dim",
         "truncate",
     },
+    "longrope": {
+        "factor",
+        "short_factor",
+        "long_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+    },
 }
+#: Other names of a kind, from older configs.
+_ALIASES = {"none": "default", "su": "longrope"}
 
 
 def hf_rope(config: Settings, default_theta: float = 10000.0) -> tuple[float, RopeScaling | None]:
@@ -69,13 +79,11 @@ def _hf_scaling(section: Settings, config: Settings) -> RopeScaling | None:
     if len(names) > 1:
         raise TranslationError(f"{section.where}: rope_type and type disagree: {', '.join(sorted(names))}")
     kind = names.pop() if names else "default"
-    kind = "default" if kind == "none" else kind
+    kind = _ALIASES.get(kind, kind)
     if kind not in _KEYS:
         raise TranslationError(
             f"{section.where}: rotary scaling {kind[:64]!r} is not supported; supported: {_SUPPORTED}"
         )
-    if section.number("partial_rotary_factor", 1.0) != 1.0:
-        raise TranslationError(f"{section.where}: partial_rotary_factor other than 1 is not supported")
     unknown = sorted(set(section.values) - _COMMON - _KEYS[kind])
     if kind != "default" and unknown:
         raise TranslationError(f"{section.where}: {kind} scaling with unknown setting {unknown[0][:64]!r}")
@@ -85,6 +93,8 @@ def _hf_scaling(section: Settings, config: Settings) -> RopeScaling | None:
     def optional(key: str) -> float | None:
         return section.number(key) if key in section else None
 
+    if kind == "longrope":
+        return _longrope(section, config)
     original: int | None = None
     if "original_max_position_embeddings" in section:
         original = section.integer("original_max_position_embeddings")
@@ -103,6 +113,75 @@ def _hf_scaling(section: Settings, config: Settings) -> RopeScaling | None:
         mscale_all_dim=optional("mscale_all_dim"),
         truncate=section.boolean("truncate", True) if kind == "yarn" else None,
     )
+
+
+def _longrope(section: Settings, config: Settings) -> RopeScaling:
+    """LongRoPE: two lists of factors, and a scale of cos and sin that follows from how far the context was stretched."""
+    longest = config.integer("max_position_embeddings")
+    # Phi-3 states the original length at the top level.
+    original = config.get("original_max_position_embeddings")
+    if original is None:
+        original = section.integer("original_max_position_embeddings", longest)
+    if isinstance(original, bool) or not isinstance(original, int) or original <= 0:
+        raise TranslationError(
+            f"{config.where}: original_max_position_embeddings must be a positive whole number"
+        )
+    factor = section.number("factor") if "factor" in section else longest / original
+    if "attention_factor" in section:
+        magnitude = section.number("attention_factor")
+    else:
+        magnitude = longrope_magnitude(factor, original)
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=magnitude,
+        factors=_factor_list(section, "short_factor"),
+        long_factors=_factor_list(section, "long_factor"),
+    )
+
+
+def longrope_magnitude(factor: float, original: int) -> float:
+    """What LongRoPE multiplies cos and sin by for a context ``factor`` times the original (arXiv:2402.13753)."""
+    if factor <= 1 or original <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _factor_list(section: Settings, key: str) -> tuple[float, ...]:
+    values = section.get(key)
+    if not isinstance(values, (list, tuple)) or len(values) > 4096:
+        raise TranslationError(f"{section.where}: {key} must be a list of numbers")
+    return tuple(Settings({key: value}, section.where).number(key) for value in values)
+
+
+def hf_rotary_dim(
+    config: Settings, head_dim: int, key: str = "partial_rotary_factor", default: float = 1.0
+) -> int | None:
+    """How many components of a head are rotated, or None for all; stated at the top level or in ``rope_parameters``.
+
+    Raises:
+        TranslationError: two places that disagree, or a share outside 0 to 1.
+    """
+    found = {}
+    for name in (key, "partial_rotary_factor"):
+        if name in config:
+            found[name] = config.number(name)
+    for section in ("rope_parameters", "rope_scaling"):
+        value = config.get(section)
+        if isinstance(value, Mapping) and value.get("partial_rotary_factor") is not None:
+            inner = Settings(value, f"{config.where}: {section}")
+            found[f"{section}.partial_rotary_factor"] = inner.number("partial_rotary_factor")
+    if len(set(found.values())) > 1:
+        pairs = ", ".join(f"{k} = {v}" for k, v in found.items())
+        raise TranslationError(
+            f"{config.where}: the rotated share of a head is given twice and differs: {pairs}"
+        )
+    share = next(iter(found.values()), default)
+    if not 0 < share <= 1:
+        raise TranslationError(f"{config.where}: a rotated share of {share} is not between 0 and 1")
+    rotated = int(head_dim * share)
+    return None if rotated == head_dim else rotated
 
 
 def gguf_rope(
@@ -140,12 +219,29 @@ def gguf_rope(
             beta_slow=meta.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
             truncate=True,
         )
-    elif kind != "none":
+    elif kind not in ("none", "longrope"):
         raise TranslationError(
             f"{meta.where}: {arch}.rope.scaling.type {kind[:64]!r} is not supported; "
-            "supported: none, linear, yarn"
+            "supported: none, linear, yarn, longrope"
         )
-    factors = _frequency_factors(source)
+    factors = _frequency_factors(source, "rope_freqs.weight")
+    short, long = (_frequency_factors(source, f"rope_factors_{kind}.weight") for kind in ("short", "long"))
+    if short is not None or long is not None:
+        if short is None or long is None or factors is not None or kind not in ("none", "longrope"):
+            raise TranslationError(
+                f"{meta.where}: LongRoPE needs rope_factors_short.weight and rope_factors_long.weight and no other scaling"
+            )
+        magnitude = meta.number(f"{arch}.rope.scaling.attn_factor", 1.0)
+        return theta, RopeScaling(
+            kind="longrope",
+            factor=context / original,
+            original_max_positions=original,
+            attention_factor=magnitude,
+            factors=short,
+            long_factors=long,
+        )
+    if kind == "longrope":
+        raise TranslationError(f"{meta.where}: LongRoPE scaling without its factor tensors")
     if factors is None:
         return theta, scaling
     if scaling is not None:
@@ -155,16 +251,13 @@ def gguf_rope(
     return theta, RopeScaling(kind="factors", factors=factors)
 
 
-def _frequency_factors(source: WeightSource) -> tuple[float, ...] | None:
-    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
-        if name in source:
-            raise TranslationError(f"{source.path}: {name}: LongRoPE scaling is not supported")
-    if "rope_freqs.weight" not in source:
+def _frequency_factors(source: WeightSource, name: str) -> tuple[float, ...] | None:
+    if name not in source:
         return None
-    tensor = source["rope_freqs.weight"]
+    tensor = source[name]
     if len(tensor.info.shape) != 1 or tensor.info.numel > 4096:
         raise TranslationError(
-            f"{source.path}: rope_freqs.weight has shape {list(tensor.info.shape)}, not [head_dim / 2]"
+            f"{source.path}: {name} has shape {list(tensor.info.shape)}, not [head_dim / 2]"
         )
     values: Any = np.asarray(tensor.numpy(), dtype=np.float64).tolist()
     return tuple(values)

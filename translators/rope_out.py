@@ -49,10 +49,22 @@ def _close_json(first: RopeScaling | None, second: RopeScaling | None) -> bool:
     if first is None or second is None:
         return first is second
     a, b = first.to_json(), second.to_json()
-    return a.keys() == b.keys() and all(
-        math.isclose(a[key], b[key], rel_tol=1e-6) if isinstance(a[key], float) else a[key] == b[key]
-        for key in a
-    )
+    return a.keys() == b.keys() and all(_close(a[key], b[key]) for key in a)
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Whether two values are equal up to what a 32-bit float loses."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_close, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def rotary_share(config: DecoderConfig) -> float:
+    """The part of a head that is rotated, such that readers who round the product down get the number back."""
+    share = config.rotated / config.head_dim
+    return share if int(config.head_dim * share) == config.rotated else math.nextafter(share, 1.0)
 
 
 def hf_rope_settings(config: DecoderConfig) -> dict[str, Any]:
@@ -81,10 +93,17 @@ def hf_rope_settings(config: DecoderConfig) -> dict[str, Any]:
         section |= {key: value for key, value in named.items() if value is not None}
         if scaling.kind == "linear":
             section.pop("original_max_position_embeddings", None)
-    settings: dict[str, Any] = {
-        "rope_theta": config.rope_theta,
-        "rope_parameters": section | {"rope_theta": config.rope_theta},
-    }
+        if scaling.kind == "longrope":
+            section |= {
+                "short_factor": list(scaling.factors or ()),
+                "long_factor": list(scaling.long_factors or ()),
+            }
+    parameters = section | {"rope_theta": config.rope_theta}
+    settings: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": parameters}
+    if config.rotary_dim is not None:
+        parameters["partial_rotary_factor"] = settings["partial_rotary_factor"] = (
+            config.rotary_dim / config.head_dim
+        )
     if scaling is not None:
         settings["rope_scaling"] = section
     return settings
@@ -119,12 +138,21 @@ def gguf_rope_settings(
         TranslationError: a kind, or a setting of YaRN, that GGUF has no key for.
     """
     at, scaling = f"{arch}.rope.", config.rope_scaling
-    settings: dict[str, Any] = {at + "dimension_count": config.head_dim, at + "freq_base": config.rope_theta}
+    settings: dict[str, Any] = {at + "dimension_count": config.rotated, at + "freq_base": config.rope_theta}
     factors = frequency_factors(config)
     if factors is not None:
         return settings, {"rope_freqs.weight": factors}
     if scaling is None:
         return settings, {}
+    if scaling.kind == "longrope":
+        settings |= {
+            at + "scaling.original_context_length": scaling.original_max_positions,
+            at + "scaling.attn_factor": 1.0 if scaling.attention_factor is None else scaling.attention_factor,
+        }
+        return settings, {
+            "rope_factors_long.weight": np.array(scaling.long_factors, dtype=np.float32),
+            "rope_factors_short.weight": np.array(scaling.factors, dtype=np.float32),
+        }
     if scaling.kind == "dynamic":
         raise TranslationError(
             "dynamic rotary scaling depends on the length of the text; GGUF has no key for it"

@@ -45,6 +45,10 @@ class Transform(ABC):
     def apply(self, sources: Sequence[Array]) -> Array:
         """Values of the target, from arrays of the source shapes."""
 
+    def inverse(self, rule: Rule) -> list[Rule]:
+        """Rules that rebuild the sources of ``rule``, whose transform this is; a TranslationError if there are none."""
+        raise TranslationError(f"{rule} cannot be run backwards")
+
 
 def _single(sources: Sequence[Any], transform: Transform) -> Any:
     if len(sources) != 1:
@@ -186,6 +190,94 @@ class RopePermute(Transform):
 
 
 @dataclass(frozen=True, slots=True)
+class Offset(Transform):
+    """A number added to every element, in float32: norm weights that mean 1 + w where a container holds w, or the sum.
+
+    The sum is rounded to float32, as those who compute with it round it.
+    """
+
+    amount: float
+
+    @property
+    def on_rows(self) -> bool:  # type: ignore[override]
+        """Values change, so stored bytes cannot be moved undecoded."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """The transform as the plan shows it."""
+        return f"Offset({self.amount:+g})"
+
+    def shape(self, sources: Sequence[Shape]) -> Shape:
+        """[...] → [...]."""
+        shape: Shape = _single(sources, self)
+        return shape
+
+    def apply(self, sources: Sequence[Array]) -> Array:
+        """A float32 copy with the amount added."""
+        array: Array = _single(sources, self)
+        return np.asarray(array, np.float32) + np.float32(self.amount)
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved(Transform):
+    """Part ``index`` of ``parts`` that lie interleaved by head: rows are [heads, parts, head rows] (GPT-NeoX's qkv).
+
+    Rows of the parts, in order, make the source again.
+    """
+
+    heads: int
+    parts: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The transform as the plan shows it."""
+        return f"Interleaved(part {self.index} of {self.parts}, {self.heads} heads)"
+
+    def shape(self, sources: Sequence[Shape]) -> Shape:
+        """[heads · parts · d, ...] → [heads · d, ...]."""
+        shape: Shape = _single(sources, self)
+        if not shape or shape[0] % (self.heads * self.parts) or not 0 <= self.index < self.parts:
+            raise TranslationError(
+                f"{self.name}: shape {list(shape)} does not hold {self.parts} parts for each head"
+            )
+        return (shape[0] // self.parts, *shape[1:])
+
+    def apply(self, sources: Sequence[Array]) -> Array:
+        """A copy of the part's rows."""
+        array: Array = _single(sources, self)
+        split = array.reshape(self.heads, self.parts, -1, *array.shape[1:])
+        return split[:, self.index].reshape(-1, *array.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Interleave(Transform):
+    """The inverse of :class:`Interleaved`: sources of equal shape, [heads · d, ...] each, interleaved by head."""
+
+    heads: int
+    parts: int
+
+    @property
+    def name(self) -> str:
+        """The transform as the plan shows it."""
+        return f"Interleave({self.parts} parts, {self.heads} heads)"
+
+    def shape(self, sources: Sequence[Shape]) -> Shape:
+        """Sources [heads · d, ...] → [heads · parts · d, ...]."""
+        first = sources[0] if sources else ()
+        if len(sources) != self.parts or not first or first[0] % self.heads or set(sources) != {first}:
+            raise TranslationError(f"{self.name}: the sources have shapes {[list(s) for s in sources]}")
+        return (first[0] * self.parts, *first[1:])
+
+    def apply(self, sources: Sequence[Array]) -> Array:
+        """A new array holding all sources."""
+        rest = sources[0].shape[1:]
+        split = [array.reshape(self.heads, 1, -1, *rest) for array in sources]
+        return np.concatenate(split, axis=1).reshape(-1, *rest)
+
+
+@dataclass(frozen=True, slots=True)
 class Concat(Transform):
     """Sources of the given ``sizes`` along ``axis``, one after another."""
 
@@ -290,6 +382,7 @@ def invert(rules: Sequence[Rule]) -> list[Rule]:
     """
     inverse: list[Rule] = []
     slices: dict[str, list[tuple[Slice, str]]] = defaultdict(list)
+    interleaved: dict[str, list[tuple[Interleaved, str]]] = defaultdict(list)
     for rule in rules:
         match rule.transform:
             case Identity() | Transpose2D():
@@ -303,12 +396,24 @@ def invert(rules: Sequence[Rule]) -> list[Rule]:
                 for source, size in zip(rule.sources, sizes, strict=True):
                     inverse.append(Rule(source, (rule.target,), Slice(axis, start, start + size, sum(sizes))))
                     start += size
+            case Offset(amount):
+                inverse.append(Rule(rule.sources[0], (rule.target,), Offset(-amount)))
+            case Interleaved():
+                interleaved[rule.sources[0]].append((rule.transform, rule.target))
             case Slice():
                 slices[rule.sources[0]].append((rule.transform, rule.target))
             case _:
-                raise TranslationError(f"{rule} cannot be run backwards")
+                inverse += rule.transform.inverse(rule)
     for source, parts in slices.items():
         inverse.append(_join(source, sorted(parts, key=lambda part: part[0].start)))
+    for source, pieces in interleaved.items():
+        pieces.sort(key=lambda piece: piece[0].index)
+        first = pieces[0][0]
+        whole = [Interleaved(first.heads, first.parts, index) for index in range(first.parts)]
+        if [piece for piece, _ in pieces] != whole:
+            raise TranslationError(f"{source} cannot be rebuilt: not every one of its parts is there once")
+        names = tuple(name for _, name in pieces)
+        inverse.append(Rule(source, names, Interleave(first.heads, first.parts)))
     _refuse_repeats([rule.target for rule in inverse], "run backwards, the rules produce")
     return inverse
 

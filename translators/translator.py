@@ -22,6 +22,8 @@ from oazoo.translators.rules import Ignored, Rule
 from oazoo.translators.settings import Settings, read_json
 
 MAX_CONFIG_BYTES = 16 << 20
+#: Whose tensor names and setting keys a checkpoint can use; see :class:`Checkpoint`.
+NAMINGS = ("hf", "gguf", "torch", "onnx", "raw")
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ class Translator:
 
 @cache
 def translators() -> dict[str, Translator]:
-    """All translators by name."""
+    """All translators by name: those of this package, then those of others (:mod:`oazoo.translators.own_map`)."""
     import oazoo.translators as package
+    from oazoo.translators.own_map import plugins
 
     found: dict[str, Translator] = {}
     for module in pkgutil.iter_modules(package.__path__):
@@ -92,7 +95,27 @@ def translators() -> dict[str, Translator]:
             if entry.name in found:
                 raise TranslationError(f"two translators are named {entry.name!r}")
             found[entry.name] = entry
-    return dict(sorted(found.items()))
+    found = dict(sorted(found.items()))
+    for plugin in plugins():
+        for entry in plugin.offers.translators:
+            found.setdefault(entry.name, entry)
+    return found
+
+
+def plugin_faults() -> list[str]:
+    """A line for each translator of another package that cannot be used, or not under its name."""
+    from oazoo.translators.own_map import plugins
+
+    lines = []
+    for plugin in plugins():
+        if plugin.fault:
+            lines.append(str(plugin))
+        taken = [entry.name for entry in plugin.offers.translators if translators()[entry.name] is not entry]
+        lines += [
+            f"the translator {name!r} of the package {plugin.package!r} is left out: the name is taken"
+            for name in taken
+        ]
+    return lines
 
 
 def supported() -> list[str]:
@@ -100,21 +123,25 @@ def supported() -> list[str]:
     return [f"{t.name}: {', '.join(t.accepts)}" for t in translators().values()]
 
 
-def choose(checkpoint: Checkpoint, arch: str = "auto") -> Translator:
+def choose(checkpoint: Checkpoint, arch: str = "auto", own: Sequence[Translator] = ()) -> Translator:
     """The translator for a checkpoint.
 
     Args:
         checkpoint: what to translate.
         arch: ``"auto"`` to go by what the checkpoint declares, or a translator's name to insist on it.
+        own: the translators of a map that was named; if there are any, one of them is taken.
 
     Raises:
         UsageError: ``arch`` is not the name of a translator.
         TranslationError: no translator reads the declared architecture; the message lists what is
             supported.
     """
+    if own:
+        return _choose_own(checkpoint, arch, own)
     known = translators()
     if arch != "auto":
         if arch not in known:
+            _refuse_faulty(arch)
             raise UsageError(f"unknown architecture {arch[:64]!r}; known: auto, {', '.join(known)}")
         chosen = known[arch]
         if not any(a.startswith(f"{checkpoint.naming}:") for a in chosen.accepts):
@@ -127,14 +154,56 @@ def choose(checkpoint: Checkpoint, arch: str = "auto") -> Translator:
     shown = ", ".join(repr(name[:64]) for name in checkpoint.declared) or "none"
     raise TranslationError(
         f"{checkpoint.where}: unsupported architecture {shown}.\n"
-        "Supported:\n  " + "\n  ".join(supported()) + "\n"
+        "Supported:\n  " + "\n  ".join([*supported(), *plugin_faults()]) + "\n"
         "A checkpoint of a compatible architecture can be read with an explicit --arch; --arch raw keeps the tensors of "
         "any other, but no model to run."
     )
 
 
-def open_checkpoint(source: WeightSource, arch: str = "auto") -> Checkpoint:
+def _choose_own(checkpoint: Checkpoint, arch: str, own: Sequence[Translator]) -> Translator:
+    """One of the translators of a map: by name, by what the checkpoint declares, or the only one for such names."""
+    if arch != "auto":
+        chosen = next((entry for entry in own if entry.name == arch), None)
+        if chosen is None:
+            raise UsageError(
+                f"the map has no translator {arch[:64]!r}; it has {', '.join(entry.name for entry in own)}"
+            )
+        return chosen
+    reading = [entry for entry in own if any(a.startswith(f"{checkpoint.naming}:") for a in entry.accepts)]
+    declared = {f"{checkpoint.naming}:{name}" for name in checkpoint.declared}
+    matching = [entry for entry in reading if declared & set(entry.accepts)] or reading
+    if len(matching) == 1:
+        return matching[0]
+    shown = "; ".join(f"{entry.name}: {', '.join(entry.accepts)}" for entry in own)
+    why = "no translator" if not matching else "more than one translator"
+    raise TranslationError(
+        f"{checkpoint.where}: the map has {why} for {checkpoint.naming} checkpoints that declare "
+        f"{', '.join(name[:64] for name in checkpoint.declared) or 'nothing'} ({shown}); --arch NAME chooses one"
+    )
+
+
+def _refuse_faulty(arch: str) -> None:
+    """Say what is wrong with a translator of another package, if that is why it is not known."""
+    from oazoo.translators.own_map import plugins
+
+    for plugin in plugins():
+        if plugin.fault and plugin.name == arch:
+            raise TranslationError(str(plugin))
+
+
+def _state_spaces(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The architecture of a checkpoint of the state-spaces/mamba repository, which names only the kind of its blocks."""
+    block = config.get("ssm_cfg")
+    if not isinstance(block, Mapping) or "d_model" not in config:
+        return ()
+    layer = block.get("layer", "Mamba1")
+    return (layer,) if isinstance(layer, str) else ()
+
+
+def open_checkpoint(source: WeightSource, arch: str = "auto", *, own_map: bool = False) -> Checkpoint:
     """Find the settings that belong to an opened source; none are looked for when ``arch`` is ``"raw"``.
+
+    With ``own_map`` a checkpoint may come without settings: the map that was named may need none.
 
     Raises:
         TranslationError: no settings are found, or the container is not one that is translated.
@@ -142,9 +211,12 @@ def open_checkpoint(source: WeightSource, arch: str = "auto") -> Checkpoint:
     if arch == "raw" and source.format != "oam":
         return Checkpoint(source, "raw", {}, None, ())
     if source.format == "onnx":
-        return Checkpoint(source, "onnx", source.metadata, None, ("graph",))
+        own = "oazoo.graph" in (source.metadata.get("properties") or {})
+        return Checkpoint(source, "onnx", source.metadata, None, ("oazoo" if own else "graph",))
     if source.format == "torch":
         if not isinstance(source.metadata.get("model_args"), Mapping):
+            if own_map:
+                return Checkpoint(source, "torch", source.metadata, None, ())
             raise TranslationError(
                 f"{source.path}: a PyTorch checkpoint that does not say what model it is (nanoGPT's has model_args). Take "
                 "the model's SafeTensors folder, or keep the tensors without a model: --arch raw"
@@ -159,6 +231,8 @@ def open_checkpoint(source: WeightSource, arch: str = "auto") -> Checkpoint:
         folder = source.path if source.path.is_dir() else source.path.parent
         path = folder / "config.json"
         if not path.is_file():
+            if own_map:
+                return Checkpoint(source, "hf", {}, folder, ())
             raise TranslationError(
                 f"{source.path}: no config.json beside the weights, so the architecture is unknown; "
                 "place the checkpoint's config.json in the same folder, or keep the tensors without a model: --arch raw"
@@ -169,7 +243,7 @@ def open_checkpoint(source: WeightSource, arch: str = "auto") -> Checkpoint:
         names = config.get("architectures") or ()
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise TranslationError(f"{path}: architectures must be a list of texts")
-        return Checkpoint(source, "hf", config, folder, tuple(names))
+        return Checkpoint(source, "hf", config, folder, tuple(names) or _state_spaces(config))
     if source.format == "oam":
         raise TranslationError(
             f"{source.path} is an .oam already; to pack it: "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from oazoo.cli.common import (
     emit_json,
+    emit_table,
     format_bytes,
     format_duration,
     json_option,
@@ -17,6 +19,9 @@ from oazoo.cli.common import (
     say,
     stdout_console,
 )
+
+if TYPE_CHECKING:
+    from oazoo.zoo.check import CheckReport
 
 
 @click.command()
@@ -30,6 +35,13 @@ from oazoo.cli.common import (
     help="Translator to use. raw: keep every tensor under its own name, without a model.",
 )
 @click.option(
+    "--map",
+    "map_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A map of your own, .toml or .py, instead of the built-in ones. A .py file is run: name only what you trust.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["keep", "f32", "f16", "bf16"]),
     default="keep",
@@ -38,6 +50,15 @@ from oazoo.cli.common import (
 )
 @click.option("--no-tokenizer", is_flag=True, help="Weights only.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
+@click.option(
+    "--check", is_flag=True, help="Compare logits with the source afterwards, on the Vulkan device."
+)
+@click.option(
+    "--check-tolerance",
+    type=float,
+    metavar="X",
+    help="Largest difference of a logit that passes. Default: 0.0003 of the largest one and twice what rounding explains.",
+)
 @click.option("--force", is_flag=True, help="Replace OUT.oam if it exists.")
 @json_option
 @quiet_option
@@ -45,34 +66,49 @@ def command(
     source: str,
     output: Path | None,
     arch: str,
+    map_file: Path | None,
     dtype: str,
     no_tokenizer: bool,
     dry_run: bool,
+    check: bool,
+    check_tolerance: float | None,
     force: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Translate SRC into an .oam file, with its tokenizer, chat template and provenance inside.
 
     SRC is a GGUF, SafeTensors or ONNX file, a checkpoint of nanoGPT, a Hugging Face folder, a name of the zoo, or a URI that
-    'oazoo pull' takes. Needs no Vulkan device.
+    'oazoo pull' takes. Needs no Vulkan device, except for --check, which runs a few prompts through the source in NumPy
+    and through the result on the device; exit status 1 if they differ, and OUT.oam is kept.
     """
     from oazoo.formats.atomic import check_output
+    from oazoo.zoo.check import CheckReport
     from oazoo.zoo.convert import convert, plan_conversion
 
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
+    if check_tolerance is not None and not check:
+        raise click.UsageError("--check-tolerance goes with --check")
+    if check and dry_run:
+        raise click.UsageError("--check compares what was written; with --dry-run nothing is")
     if output is not None:
         check_output(output, overwrite=force)
     if dry_run:
         with (
             progress_bar() as progress,
             plan_conversion(
-                source, arch=arch, dtype=dtype, with_tokenizer=not no_tokenizer, progress=progress, notify=say
+                source,
+                arch=arch,
+                dtype=dtype,
+                with_tokenizer=not no_tokenizer,
+                map_file=map_file,
+                progress=progress,
+                notify=say,
             ) as planned,
         ):
             if as_json:
                 emit_json(planned.to_json())
-                return
+                return 0
             stdout_console().print(planned.table())
             for note in planned.notes:
                 say(note)
@@ -80,7 +116,7 @@ def command(
                 f"{planned.output_bytes:,} bytes would be written, with at most "
                 f"{format_bytes(planned.peak_bytes)} of memory; nothing was"
             )
-        return
+        return 0
     assert output is not None
     start = time.perf_counter()
     with progress_bar() as progress:
@@ -91,12 +127,17 @@ def command(
             dtype=dtype,
             overwrite=force,
             with_tokenizer=not no_tokenizer,
+            map_file=map_file,
+            check=check,
+            check_tolerance=check_tolerance,
             progress=progress,
             notify=say,
         )
+    found = report.check
+    status = 0 if found is None or found.passed else 1
     if as_json:
         emit_json(report.to_json())
-        return
+        return status
     if report.rounded:
         stdout_console().print(report.table())
     say(
@@ -104,3 +145,46 @@ def command(
     )
     for line in report.summary():
         say(f"  {line}")
+    if found is not None:
+        assert isinstance(found, CheckReport)
+        _show(found, output)
+    return status
+
+
+def _show(found: CheckReport, output: Path) -> None:
+    """The check as a table, and what it means."""
+    if not found.compared:
+        say(f"nothing to check: {found.why_not}")
+        return
+    emit_table(
+        ["prompt", "tokens", "largest difference", "largest logit", "same best token"],
+        [
+            (
+                repr(p.prompt),
+                p.tokens,
+                f"{p.max_difference:.3g}",
+                f"{p.largest_logit:.3g}",
+                f"{p.same_best} of {p.tokens}",
+            )
+            for p in found.prompts
+        ],
+        right=["tokens", "largest difference", "largest logit", "same best token"],
+        title="Logits of the source (NumPy, float32) and of the result",
+    )
+    if found.rounding is None:
+        say(
+            "weights were rounded; how much of the difference that explains cannot be computed for this source"
+        )
+    elif found.rounding:
+        say(f"rounding weights explains a difference of {found.rounding:.3g}")
+    if found.passed:
+        say(
+            f"check passed on {found.device}: {found.max_difference:.3g} at most, {found.tolerance:.3g} allowed"
+        )
+    else:
+        say(
+            f"check FAILED on {found.device}: logits differ by {found.max_difference:.3g}, {found.tolerance:.3g} are "
+            f"allowed. {output} does not answer as its source does; it is kept for a closer look "
+            "(--check-tolerance sets the limit)",
+            style="bold red",
+        )

@@ -1,4 +1,4 @@
-"""Write an .oam as a Hugging Face folder, SafeTensors or GGUF."""
+"""Write an .oam as a Hugging Face folder, SafeTensors, GGUF or ONNX."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from oazoo.cli.common import (
 
 @click.command()
 @click.argument("source", metavar="IN.oam", type=click.Path(path_type=Path))
-@click.option("-o", "--output", metavar="OUT", help="A folder, OUT.safetensors, or OUT.gguf.")
+@click.option("-o", "--output", metavar="OUT", help="A folder, OUT.safetensors, OUT.gguf, or OUT.onnx.")
 @click.option(
-    "--to", type=click.Choice(["safetensors", "gguf"]), help="The container, where OUT does not say it."
+    "--to",
+    type=click.Choice(["safetensors", "gguf", "onnx"]),
+    help="The container, where OUT does not say it.",
 )
 @click.option(
     "--dtype",
@@ -32,7 +34,17 @@ from oazoo.cli.common import (
     show_default=True,
     help="What weights become. keep: as they are; packed ones stay packed in GGUF where that loses nothing, else f16.",
 )
+@click.option(
+    "--map",
+    "map_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A map of your own, .toml or .py, run backwards. A .py file is run: name only what you trust.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="Weights and settings only.")
+@click.option(
+    "--external", is_flag=True, help="ONNX: weights into OUT.onnx.data, as for models above 1.5 GB."
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option
@@ -42,13 +54,15 @@ def command(
     output: str | None,
     to: str | None,
     dtype: str,
+    map_file: Path | None,
     no_tokenizer: bool,
+    external: bool,
     dry_run: bool,
     force: bool,
     as_json: bool,
 ) -> None:
     """Write IN.oam as other programs read it: for transformers a folder of SafeTensors under Hugging Face names with
-    config.json and tokenizer.json, or a GGUF file for llama.cpp.
+    config.json and tokenizer.json, a GGUF file for llama.cpp, or a graph for ONNX runtimes: token ids in, logits out.
 
     The result is read again and compared before it gets its name. Needs no Vulkan device.
     """
@@ -58,8 +72,12 @@ def command(
     if output is None and not (dry_run and to):
         raise click.UsageError("say where to write: -o OUT (or --dry-run --to CONTAINER to see the plan)")
     container = container_for(output, to) if output is not None else str(to)
+    if external and container != "onnx":
+        raise click.UsageError("--external is for ONNX")
     if dry_run:
-        model, plan = plan_of(source, container, dtype=dtype, with_tokenizer=not no_tokenizer)
+        model, plan = plan_of(
+            source, container, dtype=dtype, with_tokenizer=not no_tokenizer, map_file=map_file
+        )
         with model:
             if as_json:
                 emit_json(plan.to_json())
@@ -82,6 +100,8 @@ def command(
             dtype=dtype,
             overwrite=force,
             with_tokenizer=not no_tokenizer,
+            external=external,
+            map_file=map_file,
             progress=progress,
         )
     if as_json:

@@ -19,6 +19,7 @@ from oazoo.cli.common import (
     quiet_option,
 )
 from oazoo.zoo.inspect import inspect
+from oazoo.zoo.receipt import summary
 
 
 @click.command()
@@ -47,6 +48,8 @@ def command(file: Path, tensors: bool, as_json: bool) -> None:
     for key in ("config", "source", "generation", "quantization", "assets", "optimizer", "metadata"):
         if found.get(key):
             _emit_section(key, found[key])
+    if "receipt" in found:
+        _emit_receipt(found["receipt"])
     emit_table(
         ["encoding", "tensors", "values", "bytes", "bits a value"],
         [
@@ -88,3 +91,12 @@ def _emit_section(name: str, values: Any) -> None:
             text = format_bytes(value)
         first, *rest = text.splitlines() or [""]
         emit(printable(f"  {key}: {first}" + (f" … ({len(rest) + 1} lines)" if rest else "")))
+
+
+def _emit_receipt(receipt: dict[str, Any] | None) -> None:
+    if receipt is None:
+        emit("quality receipt: none; measure with: oazoo eval FILE --against ORIGINAL --text TEXT --receipt")
+        return
+    emit("quality receipt:")
+    for key, text in summary(receipt):
+        emit(printable(f"  {key}: {text}".replace("\n", " ")))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from oazoo.cli._quality import Quality, quality_options
 from oazoo.cli.common import (
     emit_json,
     emit_table,
@@ -34,6 +36,7 @@ from oazoo.zoo.quantize import TARGETS, QuantizeReport, quantize
     "--dry-run", is_flag=True, help="Show what would be done and how large the result is; write nothing."
 )
 @click.option("--force", is_flag=True, help="Replace OUT.oam if it exists.")
+@quality_options
 @json_option
 @quiet_option
 def command(
@@ -44,6 +47,7 @@ def command(
     allow_nonfinite: bool,
     dry_run: bool,
     force: bool,
+    quality: Quality,
     as_json: bool,
 ) -> None:
     """Pack the dense weights of IN.oam (f32, f16, bf16; 2 or more dimensions) into blocks of 4 or 8 bits.
@@ -53,19 +57,27 @@ def command(
     """
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
+    more: dict[str, Any] = {}
     with progress_bar() as progress:
-        report = quantize(
-            source,
-            output,
-            to,
-            keep=keep,
-            allow_nonfinite=allow_nonfinite,
-            overwrite=force,
-            dry_run=dry_run,
-            progress=progress,
-        )
+
+        def pack(path: Path | None) -> QuantizeReport:
+            return quantize(
+                source,
+                path,
+                to,
+                keep=keep,
+                allow_nonfinite=allow_nonfinite,
+                overwrite=force,
+                dry_run=dry_run,
+                progress=progress,
+            )
+
+        if output is None or dry_run:
+            report = pack(output)
+        else:
+            report, more = quality.run(source, output, pack, overwrite=force, progress=progress)
     if as_json:
-        emit_json(report.to_json())
+        emit_json({**report.to_json(), **more})
     elif dry_run:
         _show_plan(report)
     already = [t for t in report.tensors if t.reason.startswith("already")]

@@ -13,16 +13,26 @@ from __future__ import annotations
 from typing import Any
 
 from oazoo.configs.decoder import DecoderConfig
+from oazoo.configs.mamba import MambaConfig
+from oazoo.configs.mamba3 import Mamba3Config
 from oazoo.configs.nanogpt import NanoGPTConfig
 from oazoo.configs.rope import RopeScaling
 from oazoo.errors import TranslationError
 
-__all__ = ["DecoderConfig", "ModelConfig", "NanoGPTConfig", "RopeScaling", "config_from_json"]
+__all__ = [
+    "DecoderConfig",
+    "Mamba3Config",
+    "MambaConfig",
+    "ModelConfig",
+    "NanoGPTConfig",
+    "RopeScaling",
+    "config_from_json",
+]
 
-ModelConfig = DecoderConfig | NanoGPTConfig
+ModelConfig = DecoderConfig | NanoGPTConfig | MambaConfig | Mamba3Config
 
-_FAMILIES: dict[str, type[DecoderConfig] | type[NanoGPTConfig]] = {
-    cls.family: cls for cls in (DecoderConfig, NanoGPTConfig)
+_FAMILIES: dict[str, type[DecoderConfig] | type[NanoGPTConfig] | type[MambaConfig] | type[Mamba3Config]] = {
+    cls.family: cls for cls in (DecoderConfig, NanoGPTConfig, MambaConfig, Mamba3Config)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,14 @@ class KVCache:
         layers: a pair a layer, f32 [kv_heads, capacity, head_dim] each.
         start: i32 [1], position of the first token of the run that is recorded or replayed.
         capacity: tokens that fit.
-        rotary: f32 [capacity, head_dim / 2, 2] of cosine and sine by position, or None without rotary positions.
+        rotary: a table a layer, f32 [capacity, rotated / 2, 2] of cosine and sine by position; layers that rotate alike
+            share one. None without rotary positions.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     start: Tensor
     capacity: int
-    rotary: Tensor | None
+    rotary: tuple[Tensor, ...] | None
 
     @classmethod
     def create(
@@ -36,9 +38,11 @@ class KVCache:
         kv_heads: int,
         capacity: int,
         head_dim: int,
-        rotary: npt.NDArray[Any] | None = None,
+        rotary: Sequence[npt.NDArray[Any]] | None = None,
     ) -> KVCache:
         """Room for ``capacity`` tokens. Nothing is cleared: positions are written before they are read.
+
+        ``rotary`` has a table a layer; one that several layers share goes to the device once.
 
         Raises:
             OutOfDeviceMemoryError: it does not fit; the message says how many tokens would.
@@ -53,8 +57,13 @@ class KVCache:
         shape = (kv_heads, capacity, head_dim)
         pairs = tuple((Tensor.empty(device, shape), Tensor.empty(device, shape)) for _ in range(layers))
         start = Tensor.from_numpy(device, np.zeros(1, np.int32))
-        table = None if rotary is None else Tensor.from_numpy(device, rotary)
-        return cls(pairs, start, capacity, table)
+        if rotary is None:
+            return cls(pairs, start, capacity, None)
+        tables: dict[int, Tensor] = {}
+        for table in rotary:
+            if id(table) not in tables:
+                tables[id(table)] = Tensor.from_numpy(device, table)
+        return cls(pairs, start, capacity, tuple(tables[id(table)] for table in rotary))
 
     @property
     def nbytes(self) -> int:

@@ -1,98 +1,188 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The config tells its members apart."""
+"""Decoders with rotary positions and grouped-query attention: Llama and its relatives, told apart by fields of the config.
+
+Read from the top: attention and feed-forward take the residual stream with the norm that goes before them; a block puts
+the two together; the model adds embedding and head. :class:`oazoo.configs.DecoderConfig` says what each field means.
+"""
 
 from __future__ import annotations
 
 from oazoo.configs import DecoderConfig
+from oazoo.configs.frequencies import inverse_frequencies
+from oazoo.errors import DeviceError
 from oazoo.models.cache import KVCache
 from oazoo.models.session import CausalModel, Layer
-from oazoo.nn.layers import Embedding, Linear, RMSNorm, gated_linear, project
+from oazoo.nn.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    Norm,
+    RMSNorm,
+    activated_linear,
+    gated_linear,
+    project,
+)
 from oazoo.nn.module import Module, ModuleList
-from oazoo.nn.rope import inverse_frequencies, rotary_table
+from oazoo.nn.rope import rotary_table
 from oazoo.runtime import Device, Tensor
-from oazoo.runtime.ops.attention import rotary_attention
+from oazoo.runtime.ops.activation import softcap
+from oazoo.runtime.ops.attention import MAX_HEAD_DIM, rotary_attention
 from oazoo.runtime.ops.linear import linear
+from oazoo.runtime.ops.norm import query_key_norm
+
+
+def _norm(config: DecoderConfig) -> Norm:
+    """A norm over the residual stream."""
+    if config.norm == "layer":
+        return LayerNorm(config.hidden_size, config.norm_eps, bias=True)
+    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
 
 
 class Attention(Module):
     """Causal self-attention with rotary positions over a KV cache."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
-        hidden, width = config.hidden_size, config.head_dim
-        self.q = Linear(hidden, config.num_heads * width, config.attention_bias)
-        self.k = Linear(hidden, config.num_kv_heads * width, config.attention_bias)
-        self.v = Linear(hidden, config.num_kv_heads * width, config.attention_bias)
-        self.o = Linear(config.num_heads * width, hidden, config.attention_output_bias)
-        self._heads = config.num_heads
-        self._window = config.layer_window(layer)
+        hidden = config.hidden_size
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = Linear(hidden, q_width, config.attention_bias)
+        self.k = Linear(hidden, kv_width, config.attention_bias)
+        self.v = Linear(hidden, kv_width, config.attention_bias)
+        if config.qk_norm is not None:
+            one_head = config.qk_norm == "head"
+            self.q_norm = RMSNorm(
+                config.head_dim if one_head else q_width, config.norm_eps, config.norm_offset
+            )
+            self.k_norm = RMSNorm(
+                config.head_dim if one_head else kv_width, config.norm_eps, config.norm_offset
+            )
+        self.o = Linear(q_width, hidden, config.attention_output_bias)
+        self._config = config
         self._layer = layer
 
-    def __call__(self, x: Tensor, norm: RMSNorm, cache: KVCache) -> Tensor:
-        """``x + o(attention(norm(x)))``, f32 [tokens, hidden]."""
+    def __call__(self, x: Tensor, norm: Norm | None, cache: KVCache, residual: Tensor | None) -> Tensor:
+        """``o(attention(norm(x))) + residual``, f32 [tokens, hidden]."""
+        config = self._config
         qkv = project(x, [self.q, self.k, self.v], norm=norm)
+        if config.qk_norm is not None:
+            q_weight, k_weight = self.q_norm.weight.tensor, self.k_norm.weight.tensor
+            query_key_norm(qkv, q_weight, k_weight, config.num_heads, config.num_kv_heads, config.norm_eps)
         keys, values = cache.layers[self._layer]
+        assert cache.rotary is not None
         mixed = rotary_attention(
-            qkv, cache.rotary, cache.start, keys, values, self._heads, window=self._window
+            qkv,
+            cache.rotary[self._layer],
+            cache.start,
+            keys,
+            values,
+            config.num_heads,
+            window=config.layer_window(self._layer),
+            scale=config.score_scale,
+            softcap=config.attention_softcap,
         )
-        return self.o(mixed, residual=x)
+        return self.o(mixed, residual=residual)
 
 
 class MLP(Module):
-    """SwiGLU feed-forward."""
+    """Feed-forward, gated (SwiGLU, GeGLU) or plain."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        self.gate = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        if config.gated_mlp:
+            self.gate = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.up = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self._gated = config.gated_mlp
+        self._activation = config.activation
 
-    def __call__(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """``x + down(silu(gate(norm(x))) * up(norm(x)))``, f32 [tokens, hidden]."""
-        return self.down(gated_linear(x, self.gate, self.up, norm), residual=x)
+    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        """``down(activation(gate(h)) * up(h)) + residual`` or, not gated, ``down(activation(up(h))) + residual``.
+
+        h is ``norm(x)``; f32 [tokens, hidden].
+        """
+        if self._gated:
+            inner = gated_linear(x, self.gate, self.up, self._activation, norm)
+        else:
+            inner = activated_linear(x, self.up, self._activation, norm)
+        return self.down(inner, residual=residual)
 
 
 class Block(Layer):
     """One layer."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.pre_norm:
+            self.attn_norm = _norm(config)
         self.attn = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.post_norm:
+            self.attn_post_norm = _norm(config)
+        if config.pre_norm:
+            self.mlp_norm = _norm(config)
         self.mlp = MLP(config)
+        if config.post_norm:
+            self.mlp_post_norm = _norm(config)
+        self._pre, self._post = config.pre_norm, config.post_norm
+        self._parallel = config.parallel_residual
 
     def __call__(self, x: Tensor, cache: KVCache) -> Tensor:
-        return self.mlp(self.attn(x, self.attn_norm, cache), self.mlp_norm)
+        attn_norm = self.attn_norm if self._pre else None
+        mlp_norm = self.mlp_norm if self._pre else None
+        if self._post:
+            x = self.attn_post_norm(self.attn(x, attn_norm, cache, None), residual=x)
+            return self.mlp_post_norm(self.mlp(x, mlp_norm, None), residual=x)
+        after = self.attn(x, attn_norm, cache, x)
+        return self.mlp(x if self._parallel else after, mlp_norm, after)
 
 
 class Decoder(CausalModel):
-    """The whole model."""
+    """The whole model.
+
+    Raises:
+        DeviceError: the config asks for what cannot run here: a mixture of experts, or heads wider than the kernels'.
+    """
 
     def __init__(self, config: DecoderConfig, device: Device) -> None:
+        if config.num_experts:
+            raise DeviceError(
+                f"this model is a mixture of {config.num_experts} experts, and running those is not there yet; its weights "
+                "are kept: it can be inspected, quantized and exported"
+            )
+        if config.head_dim > MAX_HEAD_DIM:
+            raise DeviceError(
+                f"this model's heads are {config.head_dim} wide; heads of up to {MAX_HEAD_DIM} can run"
+            )
         self.config = config
         self.device = device
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        scale = 1.0 if config.embedding_scale is None else config.embedding_scale
+        self.embed = Embedding(config.vocab_size, config.hidden_size, scale)
         self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = _norm(config)
         if not config.tied_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def new_cache(self, capacity: int) -> KVCache:
         config = self.config
-        inverse, magnitude = inverse_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling, capacity
-        )
+        ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
+        tables = {}
+        for theta, scaling in set(ropes):
+            inverse, magnitude = inverse_frequencies(config.rotated, theta, scaling, capacity)
+            tables[theta, scaling] = rotary_table(inverse, magnitude, capacity)
         return KVCache.create(
             self.device,
             layers=config.num_layers,
             kv_heads=config.num_kv_heads,
             capacity=capacity,
             head_dim=config.head_dim,
-            rotary=rotary_table(inverse, magnitude, capacity),
+            rotary=[tables[rope] for rope in ropes],
         )
 
     def embed_tokens(self, ids: Tensor, cache: KVCache) -> Tensor:
         return self.embed(ids)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        weight = self.embed.weight if self.config.tied_embeddings else self.head.weight
-        return linear(hidden, weight.shards, norm=self.norm.weight.tensor, eps=self.norm.eps)
+        head = self.embed.weight if self.config.tied_embeddings else self.head.weight
+        if isinstance(self.norm, LayerNorm):
+            logits = linear(self.norm(hidden), head.shards)
+        else:
+            logits = linear(hidden, head.shards, norm=self.norm.weight.tensor, eps=self.norm.eps)
+        cap = self.config.logit_softcap
+        return logits if cap is None else softcap(logits, cap)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from oazoo.configs import NanoGPTConfig
 from oazoo.models.cache import KVCache
 from oazoo.models.session import CausalModel, Layer
-from oazoo.nn.layers import Embedding, LayerNorm, Linear
+from oazoo.nn.layers import Embedding, LayerNorm, Linear, activated_linear
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
-from oazoo.runtime.ops.activation import gelu_erf
 from oazoo.runtime.ops.attention import rotary_attention
 from oazoo.runtime.ops.linear import linear
 
@@ -31,17 +30,16 @@ class Attention(Module):
 
 
 class MLP(Module):
-    """Feed-forward with GELU: its tanh form inside the product, the exact one after it."""
+    """Feed-forward with GELU."""
 
     def __init__(self, config: NanoGPTConfig) -> None:
         self.up = Linear(config.hidden_size, config.intermediate_size, config.bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.bias)
-        self._exact = config.activation == "gelu"
+        self._activation = config.activation
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + down(gelu(up(x)))``, f32 [tokens, hidden]."""
-        inner = gelu_erf(self.up(x)) if self._exact else self.up(x, gelu=True)
-        return self.down(inner, residual=residual)
+        return self.down(activated_linear(x, self.up, self._activation), residual=residual)
 
 
 class Block(Layer):

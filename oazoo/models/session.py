@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import GenerationError
 from oazoo.models.cache import KVCache
-from oazoo.nn.module import Module, ModuleList
+from oazoo.nn.module import Module, ModuleList, Parameter
 from oazoo.runtime import Device, Program, Tensor
 
 Ids = npt.NDArray[np.int32]
@@ -139,7 +139,7 @@ class CausalModel(Module):
         return result.reshape(*array.shape, self.vocab_size)
 
 
-def _released(name: str, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _released(name: str, parameter: Parameter) -> tuple[Tensor, ...]:
     return ()
 
 
@@ -186,27 +186,32 @@ class DeviceSession:
         ids = np.asarray(ids, np.int32)
         if ids.size == 1:
             return self.decode(int(ids[0]))
-        cache = self._open(ids.size)
-        check_ids(ids, self._model.vocab_size)
         last: Tensor | None = None
-        for start in range(0, ids.size, CHUNK):
-            last = self._feed(ids[start : start + CHUNK], cache)
+        for _, hidden in self.feed(ids):
+            last = hidden
         assert last is not None
         rows = last.shape[0]
         result: Logits = self._model.head_logits(last.rows(rows - 1, rows)).numpy()[0]
         return result
 
-    def _feed(self, ids: Ids, cache: KVCache) -> Tensor:
-        cache.start.write(np.array([self._position], np.int32))
-        hidden = self._model.hidden(Tensor.from_numpy(self._model.device, ids), cache)
-        self._position += ids.size
-        return hidden
+    def feed(self, ids: Ids) -> Iterator[tuple[int, Tensor]]:
+        """Feed ``ids`` [n ≥ 1] in chunks of at most ``CHUNK``.
+
+        Yields for each chunk the index of its first token in ``ids``, and the residual stream after the last layer, f32
+        [tokens, hidden]; :meth:`CausalModel.head_logits` of any of its rows are the logits that follow that token.
+        """
+        cache = self._open(ids.size)
+        check_ids(ids, self._model.vocab_size)
+        for start in range(0, ids.size, CHUNK):
+            chunk = ids[start : start + CHUNK]
+            cache.start.write(np.array([self._position], np.int32))
+            hidden = self._model.hidden(Tensor.from_numpy(self._model.device, chunk), cache)
+            self._position += chunk.size
+            yield start, hidden
 
     def all_logits(self, ids: Ids, out: Logits) -> None:
         """Feed ``ids`` and write the logits after each into ``out`` [n, vocab_size]."""
-        cache = self._open(ids.size)
-        for start in range(0, ids.size, CHUNK):
-            hidden = self._feed(ids[start : start + CHUNK], cache)
+        for start, hidden in self.feed(ids):
             for row in range(0, hidden.shape[0], _HEAD_ROWS):
                 part = hidden.rows(row, min(row + _HEAD_ROWS, hidden.shape[0]))
                 out[start + row : start + row + part.shape[0]] = self._model.head_logits(part).numpy()

@@ -8,20 +8,19 @@ from typing import Generic, TypeVar
 from oazoo.errors import DeviceError
 from oazoo.runtime import Tensor
 
-#: Gives the stored weight of that name and shape as tensors that together hold its rows, usually one.
-Provider = Callable[[str, tuple[int, ...]], Sequence[Tensor]]
-
 
 class Parameter:
     """A named weight of a module: its shape at once, its values when they are loaded.
 
-    A weight larger than one device buffer comes as several tensors, split by rows; ``shards`` has them all.
+    A weight larger than one device buffer comes as several tensors, split by rows; ``shards`` has them all. ``offset`` is
+    what files leave off a vector's values: it is added when they are loaded.
     """
 
-    __slots__ = ("shape", "shards")
+    __slots__ = ("offset", "shape", "shards")
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape: int, offset: float = 0.0) -> None:
         self.shape = shape
+        self.offset = offset
         self.shards: tuple[Tensor, ...] = ()
 
     @property
@@ -35,6 +34,10 @@ class Parameter:
             state = "is not loaded" if not self.shards else f"is split over {len(self.shards)} buffers"
             raise DeviceError(f"a parameter of shape {self.shape} {state}")
         return self.shards[0]
+
+
+#: Gives a parameter's weight, by its name, as tensors that together hold its rows, usually one.
+Provider = Callable[[str, Parameter], Sequence[Tensor]]
 
 
 class Module:
@@ -51,7 +54,7 @@ class Module:
     def load(self, provider: Provider) -> None:
         """Fill every parameter from ``provider``."""
         for name, parameter in self.named_parameters():
-            parameter.shards = tuple(provider(name, parameter.shape))
+            parameter.shards = tuple(provider(name, parameter))
 
 
 M = TypeVar("M", bound=Module)

@@ -1,62 +1,15 @@
-"""Rotary position embedding: the table of inverse frequencies, with the published ways of stretching it.
-
-The table is computed on the host in float64 and rounded once; kernels only read it.
-"""
+"""Rotary position embedding: the table that kernels read, computed on the host in float64 and rounded once."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
-
-from oazoo.configs import RopeScaling
-
-
-def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None, length: int | None = None
-) -> tuple[npt.NDArray[np.float32], float]:
-    """Inverse frequencies of a rotary embedding.
-
-    Args:
-        head_dim: rotated width of a head, even.
-        theta: base of the geometric series.
-        scaling: how the series is changed for long contexts.
-        length: the longest sequence that will be seen; only ``dynamic`` scaling depends on it.
-
-    Returns:
-        ``(table, magnitude)``: float32 [head_dim / 2], and the factor that cos and sin are multiplied by (1 except for
-        YaRN, arXiv:2309.00071).
-    """
-    half = head_dim // 2
-    exponents = np.arange(half, dtype=np.float64) * 2 / head_dim
-    table = theta**-exponents
-    magnitude = 1.0
-    if scaling is None:
-        return table.astype(np.float32), magnitude
-    if scaling.kind == "linear":
-        table = table / scaling.factor
-    elif scaling.kind == "factors":
-        assert scaling.factors is not None
-        table = table / np.asarray(scaling.factors, np.float64)
-    elif scaling.kind == "dynamic":
-        # NTK-aware: theta grows so that the slowest pair just spans the longer sequence; short ones are left alone.
-        original = scaling.original_max_positions
-        assert original is not None
-        if length is not None and length > original and head_dim > 2:
-            growth = scaling.factor * length / original - (scaling.factor - 1)
-            table = (theta * growth ** (head_dim / (head_dim - 2))) ** -exponents
-    elif scaling.kind == "llama3":
-        table = _llama3(table, scaling)
-    else:
-        table, magnitude = _yarn(table, head_dim, theta, scaling)
-    return table.astype(np.float32), magnitude
 
 
 def rotary_table(
     inverse: npt.NDArray[np.float32], magnitude: float, positions: int
 ) -> npt.NDArray[np.float32]:
-    """Cosine and sine of position times inverse frequency: float32 [positions, head_dim / 2, 2].
+    """Cosine and sine of position times inverse frequency: float32 [positions, width / 2, 2].
 
     A table, because devices may compute their own sines to no more than 2^-11, and worse for the angles of late positions.
     """
@@ -65,46 +18,3 @@ def rotary_table(
     np.multiply(np.cos(angles), magnitude, out=table[..., 0], casting="same_kind")
     np.multiply(np.sin(angles), magnitude, out=table[..., 1], casting="same_kind")
     return table
-
-
-def _llama3(table: npt.NDArray[np.float64], scaling: RopeScaling) -> npt.NDArray[np.float64]:
-    """Llama 3.1: fast pairs stay, slow pairs are divided by the factor, those between are blended by wavelength."""
-    original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
-    assert original is not None and low is not None and high is not None
-    turns = original * table / (2 * math.pi)
-    blend = np.clip((turns - low) / (high - low), 0, 1)
-    return table * blend + table / scaling.factor * (1 - blend)
-
-
-def _yarn(
-    table: npt.NDArray[np.float64], head_dim: int, theta: float, scaling: RopeScaling
-) -> tuple[npt.NDArray[np.float64], float]:
-    """YaRN: interpolate pairs that turn fewer than beta_slow times, keep those above beta_fast, ramp between."""
-    original = scaling.original_max_positions
-    assert original is not None
-
-    def pair_of(turns: float) -> float:
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = pair_of(scaling.beta_fast if scaling.beta_fast is not None else 32.0)
-    high = pair_of(scaling.beta_slow if scaling.beta_slow is not None else 1.0)
-    if scaling.truncate is None or scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
-    stretched = table / scaling.factor * ramp + table * (1 - ramp)
-
-    def attention(factor: float, scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    if scaling.attention_factor is not None:
-        magnitude = scaling.attention_factor
-    elif scaling.mscale and scaling.mscale_all_dim:
-        magnitude = attention(scaling.factor, scaling.mscale) / attention(
-            scaling.factor, scaling.mscale_all_dim
-        )
-    else:
-        magnitude = attention(scaling.factor, 1.0)
-    return stretched, magnitude

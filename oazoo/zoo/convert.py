@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oazoo.errors import OazooError
 from oazoo.formats.atomic import check_not_input
 from oazoo.translators.convert import ConversionReport, Progress
 from oazoo.translators.convert import convert as translate
+from oazoo.translators.own_map import load_map
 from oazoo.translators.plan import Plan, plan
 from oazoo.zoo.cards import load_card
 from oazoo.zoo.pull import PulledModel, pull
@@ -37,6 +40,9 @@ def convert(
     dtype: str = "keep",
     overwrite: bool = False,
     with_tokenizer: bool = True,
+    map_file: str | Path | None = None,
+    check: bool = False,
+    check_tolerance: float | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> ConversionReport:
@@ -50,15 +56,26 @@ def convert(
             without loss where the format can (Q8_0 → q8, Q4_0 → q4), and makes the others f16.
         overwrite: replace an existing output.
         with_tokenizer: carry tokenizer and chat template.
+        map_file: a map of your own, ``.toml`` or ``.py``, to be used instead of the built-in ones; see
+            docs/tutorial-own-map.md. A Python file is run: name only what you trust.
+        check: compare logits with the source afterwards; the report's ``check`` is then a
+            :class:`oazoo.zoo.check.CheckReport`. Needs a Vulkan device. The file is kept whatever the check finds.
+        check_tolerance: see :func:`oazoo.zoo.check.check_conversion`.
         progress: called with how far the work has come.
         notify: called with a line for each thing worth knowing about a download.
 
     Raises:
-        OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind.
+        OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind. With
+            ``check`` also DeviceError, and the file is there.
     """
+    from oazoo.zoo.check import check_conversion
+    from oazoo.zoo.check import check_tolerance as checked
+
+    checked(check_tolerance)
+    own = load_map(map_file).translators if map_file is not None else ()
     pulled = fetch(source, progress, notify)
     check_not_input(output, pulled.files)
-    return translate(
+    report = translate(
         pulled.path,
         output,
         arch=arch,
@@ -67,7 +84,15 @@ def convert(
         progress=progress,
         provenance=provenance_of(pulled),
         with_tokenizer=with_tokenizer,
+        own=own,
     )
+    if not check:
+        return report
+    try:
+        found = check_conversion(pulled.path, report, arch="auto" if own else arch, tolerance=check_tolerance)
+    except OazooError as error:
+        raise type(error)(f"{output} is converted and kept, but could not be checked: {error}") from error
+    return replace(report, check=found)
 
 
 def plan_conversion(
@@ -76,12 +101,16 @@ def plan_conversion(
     arch: str = "auto",
     dtype: str = "keep",
     with_tokenizer: bool = True,
+    map_file: str | Path | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """The checked plan of a conversion, for ``--dry-run``; close it."""
+    own = load_map(map_file).translators if map_file is not None else ()
     pulled = fetch(source, progress, notify)
-    return plan(pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled))
+    return plan(
+        pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled), own=own
+    )
 
 
 def fetch(

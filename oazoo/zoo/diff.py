@@ -215,7 +215,7 @@ def _read_oam(source: OamSource) -> _Side:
     template = source.asset("asset/chat_template.jinja")
     if template is not None:
         options["chat template"] = _digest(template)
-    for section in ("generation", "tokenizer"):
+    for section in _SECTIONS:
         values = source.metadata.get(section)
         if isinstance(values, Mapping):
             options |= {f"{_SECTIONS[section]}.{key}": value for key, value in values.items()}
@@ -227,7 +227,7 @@ def _read_oam(source: OamSource) -> _Side:
     return _Side(source, config, tensors, options, "")
 
 
-_SECTIONS = {"generation": "generation", "tokenizer": "special token"}
+_SECTIONS = {"generation": "generation", "tokenizer": "special token", "quantization": "quantization"}
 
 
 def _asset_options(assets: Assets) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.source import WeightSource
 from oazoo.translators.settings import read_json
 from oazoo.zoo.files import open_file
+from oazoo.zoo.receipt import KEY, read_receipt
 
 #: Lists and texts in the metadata are shown up to this many items or characters; a tokenizer's vocabulary is not a summary.
 _MAX_ITEMS = 16
@@ -24,7 +25,8 @@ def inspect(path: str | Path) -> dict[str, Any]:
         Plain data: ``format``, ``files`` with sizes, ``config`` (SafeTensors: the config.json beside it) and
         ``source`` (provenance) where there are such,
         ``metadata``, ``tensors`` (name, shape, encoding, bytes), ``encodings`` (tensors, elements and bytes of each),
-        ``elements``, ``tensor_bytes``, and for an `.oam` its version, sections' values and assets.
+        ``elements``, ``tensor_bytes``, and for an `.oam` its version, sections' values and assets, and for
+        a quantised one its quality ``receipt`` (None if it has none).
 
     Raises:
         FormatError: the file is damaged or of no supported container.
@@ -116,6 +118,9 @@ def _describe_oam(source: OamSource) -> dict[str, Any]:
     ):
         if ours in metadata:
             result[shown] = _shorten(metadata[ours])
+    if "quantization" in metadata or KEY in metadata:
+        receipt = read_receipt(source)
+        result["receipt"] = None if receipt is None else _shorten(receipt)
     return result
 
 

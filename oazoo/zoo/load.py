@@ -19,7 +19,8 @@ from oazoo.formats.mapped import open_regular
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import SourceTensor
 from oazoo.generation.text_model import TextModel
-from oazoo.models import CausalModel, build
+from oazoo.models import CausalModel, build, why_not_run
+from oazoo.nn.module import Parameter
 from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
 from oazoo.runtime.ops.common import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
@@ -86,8 +87,8 @@ def _load(
             raise FormatError(f"{path}: is a {source.format} file, not an .oam")
         config = model_config(source)
         where = device or get_device()
-        check_memory(source, where)
         built = build(config, where)
+        check_memory(source, where)
         checking = _Verification(source) if verify else None
         try:
             upload(built, source, where, progress)
@@ -194,6 +195,11 @@ def model_config(source: OamSource) -> ModelConfig:
         config = config_from_json(metadata["family"], metadata["model"])
     except OazooError as error:
         raise type(error)(f"{source.path}: {error}") from error
+    why = why_not_run(config)
+    if why is not None:
+        raise FormatError(
+            f"{source.path}: {why}. The file can be inspected, quantized, compared and exported"
+        )
     wanted = config.parameters()
     for name, shape in wanted.items():
         if name not in source:
@@ -241,11 +247,11 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
     total = sum(source[name].info.nbytes for name, _ in model.named_parameters())
     done = 0
 
-    def provide(name: str, shape: tuple[int, ...]) -> Sequence[Tensor]:
+    def provide(name: str, parameter: Parameter) -> Sequence[Tensor]:
         nonlocal done
         tensor = source[name]
         try:
-            shards = place(tensor, device)
+            shards = place(tensor, device, parameter.offset)
         except DeviceError as error:
             raise type(error)(f"{name} ({total:,} bytes of weights in all): {error}") from error
         done += tensor.info.nbytes
@@ -256,11 +262,14 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
     model.load(provide)
 
 
-def place(tensor: SourceTensor, device: Device) -> list[Tensor]:
-    """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it."""
+def place(tensor: SourceTensor, device: Device, offset: float = 0.0) -> list[Tensor]:
+    """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it.
+
+    ``offset`` is added to the values of a vector.
+    """
     info = tensor.info
     if len(info.shape) < 2:
-        return [Tensor.from_numpy(device, tensor.numpy().astype(np.float32))]
+        return [Tensor.from_numpy(device, tensor.numpy().astype(np.float32) + np.float32(offset))]
     limit = device.allocator.max_buffer_bytes
     if info.nbytes <= limit and info.numel < MAX_ELEMENTS:
         return [Tensor.from_bytes(device, info.shape, info.encoding, tensor.raw())]

@@ -30,6 +30,34 @@ TARGETS = ("q4", "q8")
 #: Dense types that are packed; anything else of rank 2 or more stays as it is and is listed.
 _PACKED_TYPES = ("f32", "f16", "bf16")
 _KEPT = "asked to keep"
+#: Weights that are small and feel every rounding, by our names and by those of ``--arch raw``; they are never packed.
+_NEVER = (
+    (
+        (
+            "*.moe.router.*",
+            "*.moe.shared_gate.*",
+            "*.shared_expert_gate.*",
+            "*.ffn_gate_inp*",
+            "*.block_sparse_moe.gate.*",
+            "model.layers.*.mlp.gate.weight",
+        ),
+        "routes tokens to experts",
+    ),
+    (
+        (
+            "*.a_log",
+            "*.mixer.a",
+            "*.A_log",
+            "*.ssm_a",
+            "*.mixer.[dD]",
+            "*.dt_bias",
+            "*.[bBcC]_bias",
+            "*.mimo_[xzo]",
+        ),
+        "state of a recurrence",
+    ),
+    (("*.mixer.conv.*", "*.conv1d.*", "*.ssm_conv1d.*"), "short convolution"),
+)
 #: Elements that go through the device at a time: whole blocks, 16 MB of f32.
 CHUNK_ELEMENTS = 4 << 20
 
@@ -144,6 +172,11 @@ def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[Tenso
     return steps
 
 
+def _never(name: str) -> str:
+    """Why a weight of this name stays dense; empty if it does not have to."""
+    return next((why for patterns, why in _NEVER if any(fnmatchcase(name, p) for p in patterns)), "")
+
+
 def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> TensorQuantization:
     from oazoo.formats import encodings
 
@@ -155,6 +188,8 @@ def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> Tens
         reason = f"already {info.encoding}"
     elif len(info.shape) < 2:
         reason = "fewer than 2 dimensions"
+    elif never := _never(info.name):
+        reason = f"never packed: {never}"
     elif info.encoding not in _PACKED_TYPES:
         reason = f"{info.encoding} is not packed"
     elif info.numel == 0:
@@ -277,5 +312,6 @@ def _payload(source: OamSource, target: str, keep: Sequence[str]) -> bytes:
     if not source.metadata:
         return source.config.payload
     note = {"to": target, "method": "absmax", "keep": list(keep), "tool": f"oazoo {__version__}"}
+    note["source_weights"] = source.weights_checksum
     content = {**source.metadata, "quantization": note}
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,59 +1,99 @@
-"""Activations of the feed-forward layers."""
+"""Activations of the feed-forward layers, and the soft cap of scores and logits."""
 
 from __future__ import annotations
 
 from oazoo.runtime.ops.common import grid, require, require_dense
+from oazoo.runtime.tape import no_gradient, taped
 from oazoo.runtime.tensor import Tensor
+from oazoo.shaders.kernels import ACTIVATIONS
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` of rows that hold gate and up side by side (SwiGLU, arXiv:2002.05202).
+def activate(x: Tensor, activation: str) -> Tensor:
+    """An activation of every value.
 
-    Args:
-        x: f32 [rows, 2 width].
-
-    Returns:
-        f32 [rows, width].
-    """
-    require_dense(x, "silu_mul", "x", "f32", -1, -1)
-    rows, both = x.shape
-    require(both % 2 == 0, "silu_mul", f"rows of {both} do not split into gate and up")
-    width = both // 2
-    y = Tensor.empty(x.device, (rows, width))
-    x.device.kernel("silu_mul").dispatch(
-        (-(-width // 256), rows, 1), {"x": x}, {"y": y}, rows=rows, width=width
-    )
-    return y
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh form of GELU: ``0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³)))`` (arXiv:1606.08415).
+    - ``silu``: ``x / (1 + exp(-x))``.
+    - ``gelu_tanh``: the tanh form of GELU, ``0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³)))`` (arXiv:1606.08415).
+    - ``gelu``: its exact form, ``0.5 x (1 + erf(x / sqrt(2)))``, as PyTorch's ``nn.GELU()`` computes it, within 2e-7 of the
+      exact value for every unit of ``|x|``.
 
     Args:
         x: f32 tensor of any shape.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu``.
 
     Returns:
         f32 of the same shape.
     """
-    return _elementwise(x, "gelu_tanh")
+    _check_activation("activate", activation)
+    y = _elementwise(x, "activate", f"activate_{activation}")
+
+    def back(dy: Tensor, want: object) -> tuple[Tensor]:
+        dx, groups = Tensor.empty(x.device, x.shape), grid(-(-x.numel // 256))
+        kernel = x.device.kernel(f"activate_{activation}_back")
+        kernel.dispatch(groups, {"x": x, "dy": dy}, {"y": dx}, count=x.numel, columns=groups[0], alpha=0.0)
+        return (dx,)
+
+    return taped(y, (x,), back)
 
 
-def gelu_erf(x: Tensor) -> Tensor:
-    """GELU in its exact form, ``0.5 x (1 + erf(x / sqrt(2)))`` (arXiv:1606.08415), as PyTorch's ``nn.GELU()`` computes it.
+def activate_gated(x: Tensor, activation: str = "silu") -> Tensor:
+    """``activation(gate) * up`` of rows that hold gate and up side by side (SwiGLU and GeGLU, arXiv:2002.05202).
+
+    Args:
+        x: f32 [rows, 2 width].
+        activation: as :func:`activate` has them.
+
+    Returns:
+        f32 [rows, width].
+    """
+    op = "activate_gated"
+    _check_activation(op, activation)
+    require_dense(x, op, "x", "f32", -1, -1)
+    rows, both = x.shape
+    require(both % 2 == 0, op, f"rows of {both} do not split into gate and up")
+    width = both // 2
+    y = Tensor.empty(x.device, (rows, width))
+    x.device.kernel(f"activate_gated_{activation}").dispatch(
+        (-(-width // 256), rows, 1), {"x": x}, {"y": y}, rows=rows, width=width
+    )
+
+    def back(dy: Tensor, want: object) -> tuple[Tensor]:
+        dx = Tensor.empty(x.device, x.shape)
+        kernel = x.device.kernel(f"activate_gated_{activation}_back")
+        kernel.dispatch((-(-width // 256), rows, 1), {"x": x, "dy": dy}, {"y": dx}, rows=rows, width=width)
+        return (dx,)
+
+    return taped(y, (x,), back)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """``cap tanh(x / cap)``: values held within ± cap, small ones hardly changed (arXiv:2408.00118).
 
     Args:
         x: f32 tensor of any shape.
+        cap: positive.
 
     Returns:
-        f32 of the same shape, within 2e-7 of the exact value for every unit of ``|x|``.
+        f32 of the same shape.
     """
-    return _elementwise(x, "gelu_erf")
+    no_gradient("softcap", x)
+    require(cap > 0, "softcap", f"the cap {cap} must be positive")
+    return _elementwise(x, "softcap", "softcap", cap)
 
 
-def _elementwise(x: Tensor, kernel: str) -> Tensor:
-    require(x.dtype == "f32", kernel, f"x must be f32, not {x.dtype}")
+def _check_activation(op: str, activation: str) -> None:
+    require(
+        activation in ACTIVATIONS,
+        op,
+        f"there is no activation {activation!r}; there are {', '.join(ACTIVATIONS)}",
+    )
+
+
+def _elementwise(x: Tensor, op: str, kernel: str, cap: float = 0.0) -> Tensor:
+    require(x.dtype == "f32", op, f"x must be f32, not {x.dtype}")
     y = Tensor.empty(x.device, x.shape)
     groups = grid(-(-x.numel // 256))
     if x.numel:
-        x.device.kernel(kernel).dispatch(groups, {"x": x}, {"y": y}, count=x.numel, columns=groups[0])
+        x.device.kernel(kernel).dispatch(
+            groups, {"x": x}, {"y": y}, count=x.numel, columns=groups[0], cap=cap
+        )
     return y

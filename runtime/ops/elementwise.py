@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from oazoo.runtime.ops.common import MAX_GROUPS, grid, require, require_dense
+from oazoo.runtime.tape import taped
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 
 _LANES = 64
@@ -17,7 +18,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     y = Tensor.empty(a.device, a.shape)
     groups = -(-a.numel // (4 * _LANES))
     a.device.kernel("add_f32").dispatch((groups, 1, 1), {"a": a, "b": b}, {"y": y}, count=a.numel)
-    return y
+    return taped(y, (a, b), lambda dy, want: (dy, dy))
 
 
 def dequantize(x: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oazoo.runtime.ops.common import MAX_ELEMENTS, require, require_dense
+from oazoo.runtime.ops.common import MAX_ELEMENTS, grid, require, require_dense
+from oazoo.runtime.tape import taped, taping
 from oazoo.runtime.tensor import Tensor
 
 
@@ -13,8 +14,10 @@ def embedding(
     table: Tensor | Sequence[Tensor],
     positions: Tensor | None = None,
     start: Tensor | None = None,
+    *,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Rows of ``table`` by id, plus rows of ``positions`` from ``start`` on.
+    """Rows of ``table`` by id times ``scale``, plus rows of ``positions`` from ``start`` on.
 
     An id or position outside its table gives NaN and reads nothing.
 
@@ -23,6 +26,7 @@ def embedding(
         table: [vocabulary, width], any encoding; or several tensors of one encoding that hold its rows in order.
         positions: [positions, width] in the table's encoding, or None.
         start: i32 [1], position of the first token; needed with ``positions``.
+        scale: factor on the rows of ``table``.
 
     Returns:
         f32 [tokens, width].
@@ -58,6 +62,31 @@ def embedding(
             part=part.shape[0],
             vocabulary=sum(p.shape[0] for p in parts),
             position_rows=0 if positions is None else positions.shape[0],
+            scale=scale,
         )
         first += part.shape[0]
+    if not taping(*parts, positions):
+        return y
+    require(len(parts) == 1, op, "a table in several parts has no gradient")
+
+    def back(dy: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        of_table = table_gradient(ids, dy, parts[0].shape[0]) if want[0] else None
+        return of_table, None
+
+    require(
+        positions is None or not taping(positions),
+        op,
+        "positions that learn are looked up by ids of their own",
+    )
+    return taped(y, (parts[0], positions), back)
+
+
+def table_gradient(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
+    """The gradient of a table of ``rows`` rows, f32 [rows, width]: rows of ``dy`` added up by id, in their order."""
+    tokens, width = dy.shape
+    y = Tensor.empty(dy.device, (rows, width))
+    groups = grid(rows)
+    dy.device.kernel("embedding_back").dispatch(
+        groups, {"ids": ids, "dy": dy}, {"y": y}, tokens=tokens, width=width, rows=rows, columns=groups[0]
+    )
     return y

@@ -4,6 +4,7 @@ Every product is ``x · wᵀ`` with w stored [outputs, inputs], as checkpoints h
 decoded inside the kernel; sums are float32. Three variants compute the same:
 
 - ``lanes``: CPU devices with 8 lanes, inputs a multiple of 32; one kernel for single rows and one for 8 rows at a time;
+- ``wide``: the same devices and inputs: weights are decoded and turned over first, which many rows repay;
 - ``group``: any device and size, a workgroup for 4 outputs of a row: for few rows;
 - ``tile``: any device and size, tiles in shared memory: for many rows.
 """
@@ -13,14 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oazoo.errors import DeviceError
+from oazoo.runtime.ops.activation import activate, activate_gated
+from oazoo.runtime.ops.arithmetic import accumulate, split_columns
 from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require_dense
-from oazoo.runtime.ops.norm import rms_norm
+from oazoo.runtime.ops.elementwise import add
+from oazoo.runtime.ops.norm import column_sums, rms_norm
+from oazoo.runtime.ops.product import input_gradient, turn, weight_gradient
+from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
 
 #: Encodings that weights may have, and the alignment that kernels load them with.
 ENCODINGS = ("f32", "f16", "bf16", "q8", "q4")
-VARIANTS = ("lanes", "group", "tile")
+VARIANTS = ("lanes", "wide", "group", "tile")
 
 _BIAS = (1, 2, 4)
 _RESIDUAL, _NORM, _GELU = 8, 16, 32
@@ -29,6 +35,8 @@ _GROUP_OUTPUTS, _TILE_OUTPUTS, _TILE_ROWS = 4, 32, 32
 _LANES, _LANES_ROWS = 8, 8
 #: Rows up to which a single-row kernel, run once a row, beats the kernel for many.
 _FEW_ROWS = {"lanes": 2, "group": 4}
+#: wide: rows from which turning weights over pays, and the bytes of them that stay in a processor's cache.
+_MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
 
 
 def linear(
@@ -55,7 +63,7 @@ def linear(
         gelu: apply the tanh form of GELU before the residual is added.
         residual: f32 of the result's shape; may be ``out`` itself.
         out: f32 tensor to write the result to; a new one if None.
-        variant: ``lanes``, ``group`` or ``tile``; the fastest that fits if None.
+        variant: ``lanes``, ``wide``, ``group`` or ``tile``; the fastest that fits if None.
 
     Returns:
         f32 [rows, outputs of all weights].
@@ -76,6 +84,9 @@ def linear(
     require_dense(y, op, "out", "f32", rows, outputs)
     if residual is not None:
         require_dense(residual, op, "residual", "f32", rows, outputs)
+    if taping(x, residual, norm, *weights, *biases):
+        require(out is None, op, "a product with a gradient goes into a tensor of its own")
+        return _taped_linear(x, weights, biases, norm, eps, gelu, residual)
     x, norm, variant = _prepare(op, x, norm, eps, weights, variant)
     column = at = 0
     while at < len(weights):
@@ -99,6 +110,7 @@ def gated(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    gelu: bool = False,
     variant: str | None = None,
 ) -> Tensor:
     """``silu(norm(x) · gateᵀ + gate_bias) * (norm(x) · upᵀ + up_bias)``: the first half of SwiGLU (arXiv:2002.05202).
@@ -111,7 +123,8 @@ def gated(
         up_bias: f32 [outputs], or None.
         norm: f32 [inputs]; if given, x first goes through RMSNorm with this weight and ``eps``.
         eps: of the norm.
-        variant: ``lanes``, ``group`` or ``tile``; the fastest that fits if None.
+        gelu: the tanh form of GELU instead of SiLU (GeGLU).
+        variant: ``lanes``, ``wide``, ``group`` or ``tile``; the fastest that fits if None.
 
     Returns:
         f32 [rows, outputs].
@@ -125,10 +138,47 @@ def gated(
         gate.dtype == up.dtype, op, f"gate is {gate.dtype} and up {up.dtype}; they must have one encoding"
     )
     rows = _check(op, x, [gate, up], [gate_bias, up_bias])
+    if taping(x, norm, gate, up, gate_bias, up_bias):
+        both = _taped_linear(x, [gate, up], [gate_bias, up_bias], norm, eps, False, None)
+        return activate_gated(both, "gelu_tanh" if gelu else "silu")
     y = Tensor.empty(x.device, (rows, gate.shape[0]))
     x, norm, variant = _prepare(op, x, norm, eps, [gate, up], variant)
-    _run("gated", variant, x, [gate, up], [gate_bias, up_bias], norm, eps, None, y, 0, 0)
+    _run("gated", variant, x, [gate, up], [gate_bias, up_bias], norm, eps, None, y, 0, _GELU if gelu else 0)
     return y
+
+
+def _taped_linear(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: Sequence[Tensor | None],
+    norm: Tensor | None,
+    eps: float,
+    gelu: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    """The product as steps that each have a gradient."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    with no_grad():
+        y = linear(x, weights, biases)
+
+    def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
+        parts = [dy] if len(weights) == 1 else split_columns(dy, [w.shape[0] for w in weights])
+        of_x: Tensor | None = None
+        if want[0]:
+            for part, weight in zip(parts, weights, strict=True):
+                some = input_gradient(part, weight)
+                of_x = some if of_x is None else accumulate(of_x, some)
+        of_weights = [weight_gradient(p, x) if w else None for p, w in zip(parts, want[1:], strict=False)]
+        of_biases = [
+            column_sums(p)[0] if w else None for p, w in zip(parts, want[1 + len(weights) :], strict=True)
+        ]
+        return [of_x, *of_weights, *of_biases]
+
+    y = taped(y, (x, *weights, *biases), back)
+    if gelu:
+        y = activate(y, "gelu_tanh")
+    return y if residual is None else add(y, residual)
 
 
 def _check(op: str, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> int:
@@ -160,13 +210,17 @@ def _prepare(
     fits = fits and (norm is None or norm.address % 8 == 0)
     if variant is None:
         if fits and eight_lanes(x.device):
-            variant = "lanes"
+            variant = "lanes" if rows < _MANY_ROWS else "wide"
         else:
             variant = "group" if rows <= _FEW_ROWS["group"] else "tile"
     require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")
-    if variant == "lanes":
-        require(fits, op, f"{inputs} inputs (or how the tensors lie in memory) do not suit the lanes variant")
-    if norm is not None and (variant == "tile" or (variant == "lanes" and rows > _FEW_ROWS["lanes"])):
+    if variant in ("lanes", "wide"):
+        require(
+            fits, op, f"{inputs} inputs (or how the tensors lie in memory) do not suit the {variant} variant"
+        )
+    if norm is not None and (
+        variant in ("tile", "wide") or (variant == "lanes" and rows > _FEW_ROWS["lanes"])
+    ):
         x, norm = rms_norm(x, norm, eps), None
     return x, norm, variant
 
@@ -184,6 +238,9 @@ def _run(
     column: int,
     flags: int,
 ) -> None:
+    if variant == "wide":
+        _run_wide(form, x, weights, biases, residual, y, column, flags)
+        return
     rows, inputs = x.shape
     encoding = weights[0].dtype
     if variant == "group":
@@ -242,4 +299,64 @@ def _run(
             first=first,
             flags=flags,
             eps=eps,
+        )
+
+
+def _run_wide(
+    form: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+    y: Tensor,
+    column: int,
+    flags: int,
+) -> None:
+    """Turn the weights over, as many columns at a time as the cache holds, and multiply."""
+    rows, inputs = x.shape
+    device = x.device
+    both = form == "gated"
+    for index, b in enumerate(biases):
+        flags |= _BIAS[index] if b is not None else 0
+    outputs = [w.shape[0] for w in weights]
+    total = outputs[0] if both else sum(outputs)
+    share = max(8, min(-(-total // 8) * 8, _TURNED_BYTES // (4 * inputs) // (16 if both else 8) * 8))
+    turned = Tensor.empty(device, (inputs, 2 * share if both else share))
+    across = Tensor.empty(device, (inputs, -(-rows // _LANES_ROWS) * _LANES_ROWS))
+    turn(x, across, 0, rows, 0, False)
+    three: list[Tensor | None] = [*biases, None, None][:3]
+    sizes = [*outputs, 0, 0][:3]
+    for start in range(0, total, share):
+        stop = min(start + share, total)
+        at = 0
+        for index, w in enumerate(weights):
+            first = start if both else max(start, at)
+            last = stop if both else min(stop, at + w.shape[0])
+            if first < last:
+                turn(
+                    w,
+                    turned,
+                    first if both else first - at,
+                    last - first,
+                    4 * index if both else first - start,
+                    both,
+                )
+            at += w.shape[0]
+        columns = turned.shape[1] if stop - start == share else -(-(stop - start) // 8) * 8 * (1 + both)
+        device.kernel(f"{form}_wide").dispatch(
+            (-(-rows // _LANES_ROWS), -(-columns // (_LANES * 8)), 1),
+            {"x": across, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
+            {"y": y},
+            work=rows * inputs * columns,
+            k=inputs,
+            rows=rows,
+            x_width=across.shape[1],
+            width=turned.shape[1],
+            start=start,
+            n0=sizes[0],
+            n1=0 if both else sizes[1],
+            n2=sizes[2],
+            stride=y.shape[1],
+            column=column,
+            flags=flags,
         )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from oazoo.configs import RopeScaling
-from oazoo.nn.rope import inverse_frequencies, rotary_table
+from oazoo.configs.frequencies import inverse_frequencies
+from oazoo.nn.rope import rotary_table
 
 
 def plain(dim: int, theta: float) -> list[float]:
@@ -75,6 +76,25 @@ def test_yarn(truncate: bool) -> None:
     assert math.isclose(magnitude, 0.1 * math.log(4) + 1)
     given = RopeScaling(kind="yarn", factor=factor, original_max_positions=original, attention_factor=1.5)
     assert inverse_frequencies(dim, theta, given)[1] == 1.5
+
+
+def test_longrope() -> None:
+    """arXiv:2402.13753: factors of each pair's own, by the length that is to be reached, and one for cos and sin."""
+    short, long = (1.0, 1.5, 2.0, 4.0), (2.0, 5.0, 11.0, 32.0)
+    scaling = RopeScaling(
+        kind="longrope", factor=32.0, original_max_positions=4096, factors=short, long_factors=long
+    )
+    for length, factors in ((None, short), (1, short), (4096, short), (4097, long), (131072, long)):
+        table, magnitude = inverse_frequencies(8, 1e4, scaling, length)
+        assert np.allclose(table, [f / s for f, s in zip(plain(8, 1e4), factors)], rtol=1e-7)
+        # Phi-3's own number for 128k: sqrt(1 + ln 32 / ln 4096).
+        assert math.isclose(magnitude, 1.1902380714238083)
+    given = RopeScaling(
+        kind="longrope", original_max_positions=16, factors=short, long_factors=long, attention_factor=1.3
+    )
+    assert inverse_frequencies(8, 1e4, given)[1] == 1.3
+    unscaled = RopeScaling(kind="longrope", original_max_positions=16, factors=short, long_factors=long)
+    assert inverse_frequencies(8, 1e4, unscaled)[1] == 1
 
 
 def test_the_table_is_exact_far_out() -> None:

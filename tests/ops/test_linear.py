@@ -119,10 +119,16 @@ def test_gated(rows: int, inputs: int, outputs: int, encoding: str) -> None:
     gate_bias, gate_biases = activations(rng, outputs)
     up_bias, up_biases = activations(rng, outputs)
     normed = xs / np.sqrt((xs**2).mean(1, keepdims=True) + 1e-6) * norms
-    for variant, biased, with_norm in itertools.product(variants(inputs, rows), (False, True), (False, True)):
+    for variant, biased, with_norm, gelu in itertools.product(
+        variants(inputs, rows), (False, True), (False, True), (False, True)
+    ):
         source = normed if with_norm else xs
         g = source @ gates.T + (gate_biases if biased else 0)
-        wanted = g / (1 + np.exp(-g)) * (source @ ups.T + (up_biases if biased else 0))
+        if gelu:
+            opened = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+        else:
+            opened = g / (1 + np.exp(-g))
+        wanted = opened * (source @ ups.T + (up_biases if biased else 0))
         got = gated(
             x,
             gate,
@@ -131,6 +137,7 @@ def test_gated(rows: int, inputs: int, outputs: int, encoding: str) -> None:
             up_bias if biased else None,
             norm=norm if with_norm else None,
             eps=1e-6,
+            gelu=gelu,
             variant=variant,
         )
         assert np.abs(got.numpy() - wanted).max() < 1e-5 * max(1.0, float(np.abs(wanted).max()))

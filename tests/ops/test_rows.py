@@ -12,10 +12,10 @@ import pytest
 from oazoo.errors import DeviceError
 from oazoo.formats.quant import decode
 from oazoo.runtime import Tensor, get_device
-from oazoo.runtime.ops.activation import gelu_erf, gelu_tanh, silu_mul
+from oazoo.runtime.ops.activation import activate, activate_gated, softcap
 from oazoo.runtime.ops.attention import attention, rope_and_cache, rotary_attention
 from oazoo.runtime.ops.embedding import embedding
-from oazoo.runtime.ops.norm import layer_norm, rms_norm
+from oazoo.runtime.ops.norm import layer_norm, query_key_norm, rms_norm
 from oazoo.runtime.ops.pack import pack
 
 F64 = npt.NDArray[np.float64]
@@ -49,13 +49,54 @@ def test_norms(shape: tuple[int, int], variant: str | None) -> None:
     assert np.abs(got - layer).max(initial=0) < 5e-5
     got = layer_norm(device_array(x), device_array(weight), device_array(bias), 1e-5, variant=variant).numpy()
     assert np.abs(got - layer - bias).max(initial=0) < 5e-5
+    residual = rng.normal(size=shape).astype(np.float32)
+    held = device_array(residual)
+    got = rms_norm(device_array(x), device_array(weight), 1e-5, residual=held, variant=variant).numpy()
+    close(got, rms + residual)
+    got = layer_norm(
+        device_array(x), device_array(weight), device_array(bias), 1e-5, residual=held, variant=variant
+    ).numpy()
+    assert np.abs(got - layer - bias - residual).max(initial=0) < 5e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "width"),
+    [(1, 9, 3, 64), (37, 4, 2, 10), (3, 1, 1, 256), (5, 6, 1, 2), (0, 2, 2, 8)],
+)
+def test_query_key_norm(
+    tokens: int, heads: int, kv_heads: int, width: int, whole: bool, variant: str | None
+) -> None:
+    rng = np.random.default_rng(9)
+    qkv = (rng.normal(size=(tokens, heads + 2 * kv_heads, width)) * 5).astype(np.float32)
+    q_weight = rng.normal(size=heads * width if whole else width).astype(np.float32)
+    k_weight = rng.normal(size=kv_heads * width if whole else width).astype(np.float32)
+    held = device_array(qkv.reshape(tokens, (heads + 2 * kv_heads) * width))
+    query_key_norm(
+        held, device_array(q_weight), device_array(k_weight), heads, kv_heads, 1e-5, variant=variant
+    )
+    got = held.numpy().reshape(qkv.shape)
+    start = 0
+    for count, weight in ((heads, q_weight), (kv_heads, k_weight)):
+        part = qkv[:, start : start + count].astype(np.float64)
+        axes = (1, 2) if whole else 2
+        wanted = part / np.sqrt((part**2).mean(axes, keepdims=True) + 1e-5)
+        wanted *= weight.reshape(count if whole else 1, width)
+        close(got[:, start : start + count], wanted)
+        start += count
+    assert np.array_equal(got[:, start:], qkv[:, start:])
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3072), (7, 10), (130, 96), (0, 4)])
-def test_silu_mul(shape: tuple[int, int]) -> None:
+def test_gated_activations(shape: tuple[int, int]) -> None:
     x = (np.random.default_rng(2).normal(size=shape) * 8).astype(np.float32)
     gate, up = np.split(x.astype(np.float64), 2, axis=1)
-    close(silu_mul(device_array(x)).numpy(), gate / (1 + np.exp(-gate)) * up)
+    close(activate_gated(device_array(x)).numpy(), gate / (1 + np.exp(-gate)) * up)
+    tanh = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    close(activate_gated(device_array(x), "gelu_tanh").numpy(), tanh * up)
+    exact = 0.5 * gate * (1 + np.vectorize(math.erf, otypes=[np.float64])(gate / math.sqrt(2)))
+    close(activate_gated(device_array(x), "gelu").numpy(), exact * up)
 
 
 def test_activations_at_the_ends() -> None:
@@ -63,12 +104,16 @@ def test_activations_at_the_ends() -> None:
     with np.errstate(over="ignore"):
         wide = x.astype(np.float64)
         wanted = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-    got = gelu_tanh(device_array(x)).numpy()
+    got = activate(device_array(x), "gelu_tanh").numpy()
     assert np.allclose(got, wanted, rtol=1e-5, atol=1e-7)
     many = (np.random.default_rng(3).normal(size=(77, 1001)) * 4).astype(np.float32)
     wide = many.astype(np.float64)
     wanted = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-    close(gelu_tanh(device_array(many)).numpy(), wanted)
+    close(activate(device_array(many), "gelu_tanh").numpy(), wanted)
+    ends = x.astype(np.float64)
+    wanted = np.where(ends < -700, 0, ends / (1 + np.exp(-np.maximum(ends, -700))))
+    assert np.allclose(activate(device_array(x), "silu").numpy(), wanted, rtol=1e-6, atol=1e-35)
+    close(activate(device_array(many), "silu").numpy(), wide / (1 + np.exp(-wide)))
 
 
 def test_exact_gelu() -> None:
@@ -77,10 +122,26 @@ def test_exact_gelu() -> None:
     x = np.concatenate([ends, np.linspace(-14, 14, 69990)]).astype(np.float32).reshape(7, -1)
     wide = x.astype(np.float64)
     wanted = 0.5 * wide * (1 + np.vectorize(math.erf)(wide / math.sqrt(2)))
-    got = gelu_erf(device_array(x)).numpy()
+    got = activate(device_array(x), "gelu").numpy()
     assert got.shape == x.shape and np.abs(got - wanted)[np.abs(x) < 100].max() <= 1e-6
     assert np.allclose(got, wanted, rtol=1e-6, atol=1e-6)
-    assert gelu_erf(device_array(np.zeros((0, 4), np.float32))).numpy().shape == (0, 4)
+    assert activate(device_array(np.zeros((0, 4), np.float32)), "gelu").numpy().shape == (0, 4)
+
+
+@pytest.mark.parametrize("cap", [0.03, 1.0, 30.0, 1e9])
+def test_softcap(cap: float) -> None:
+    """From values that the cap hardly touches, over the bend, to those that it stops."""
+    rng = np.random.default_rng(10)
+    x = np.concatenate(
+        [rng.normal(size=50_000) * cap, 10.0 ** rng.uniform(-30, 30, 20_000) * rng.choice([-1, 1], 20_000)]
+    )
+    x = np.append(x, [0, -0.0, 3e38, -3e38, np.inf, -np.inf]).astype(np.float32)
+    wanted = cap * np.tanh(x.astype(np.float64) / cap)
+    got = softcap(device_array(x.reshape(2, -1)), cap).numpy().reshape(-1)
+    normal = np.abs(wanted) > 1e-37
+    assert np.all(np.abs(got - wanted)[normal] <= 3e-6 * np.abs(wanted[normal]))
+    assert np.abs(got - wanted)[~normal].max() <= 1e-37
+    assert np.isnan(softcap(device_array(np.array([np.nan], np.float32)), cap).numpy()).all()
 
 
 @pytest.mark.parametrize("encoding", ["f32", "f16", "bf16", "q8", "q4"])
@@ -116,9 +177,21 @@ def test_embedding(encoding: str, width: int) -> None:
     wanted = values[ids[:4]] + place_values[4:8]
     close(got[:4], wanted, 1e-6)
     assert np.isnan(got[6]).all()  # position 10 of 9
+    got = embedding(device_array(ids), held, scale=7.5).numpy()
+    close(got[inside], values[ids[inside]] * 7.5, 1e-7)
+    got = embedding(device_array(ids), held, held_places, start, scale=7.5).numpy()
+    close(got[:4], values[ids[:4]] * 7.5 + place_values[4:8], 1e-6)
 
 
-def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
+def attend(
+    q: F64,
+    k: F64,
+    v: F64,
+    start: int,
+    window: int | None,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> F64:
     """Plain softmax attention: q [tokens, heads, dim] over k, v [kv_heads, positions, dim]."""
     tokens, heads, width = q.shape
     group = heads // k.shape[0]
@@ -127,7 +200,8 @@ def attend(q: F64, k: F64, v: F64, start: int, window: int | None) -> F64:
         own = start + t
         first = 0 if window is None else max(0, own - window + 1)
         for h in range(heads):
-            scores = k[h // group, first : own + 1] @ q[t, h] / np.sqrt(width)
+            scores = k[h // group, first : own + 1] @ q[t, h] * (width**-0.5 if scale is None else scale)
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
             weights = np.exp(scores - scores.max())
             out[t, h] = weights / weights.sum() @ v[h // group, first : own + 1]
     return out
@@ -202,6 +276,45 @@ def test_rotation_cache_and_attention(
         close(np.nan_to_num(after), np.nan_to_num(expected).astype(np.float64), 1e-6)
 
 
+@pytest.mark.parametrize("variant", [None, "group", "split"])
+@pytest.mark.parametrize("rotated", [2, 6, 24, 32])
+@pytest.mark.parametrize(("tokens", "start"), [(1, 0), (1, 200), (13, 5)])
+def test_partial_rotation_scale_and_softcap(
+    tokens: int, start: int, rotated: int, variant: str | None
+) -> None:
+    """Only the first components of a head turn; scores have a scale of their own and a cap that bends most of them."""
+    rng = np.random.default_rng(11)
+    heads, kv_heads, width, capacity = 6, 2, 32, start + tokens + 2
+    scale, cap = 0.7, 4.0
+    q = rng.normal(size=(tokens, heads, width))
+    k = rng.normal(size=(capacity, kv_heads, width))
+    v = rng.normal(size=(capacity, kv_heads, width))
+    angles = np.arange(capacity)[:, None] * 100.0 ** -(np.arange(rotated // 2) * 2 / rotated)
+    table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+
+    def turn(x: F64, positions: npt.NDArray[np.int64]) -> F64:
+        a, b, rest = x[..., : rotated // 2], x[..., rotated // 2 : rotated], x[..., rotated:]
+        c, s = np.cos(angles[positions])[:, None], np.sin(angles[positions])[:, None]
+        return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
+
+    own = np.arange(start, start + tokens)
+    keys, values = (np.full((kv_heads, capacity, width), np.nan, np.float32) for _ in range(2))
+    turned = turn(k, np.arange(capacity)).transpose(1, 0, 2)
+    keys[:, :start], values[:, :start] = turned[:, :start], v[:start].transpose(1, 0, 2)
+    qkv = np.concatenate([q, k[own], v[own]], 1).astype(np.float32).reshape(tokens, -1)
+    held = [device_array(a) for a in (qkv, table, np.array([start], np.int32), keys, values)]
+    got = rotary_attention(*held, heads, scale=scale, softcap=cap, variant=variant).numpy()
+    wanted = attend(turn(q, own), turned, v.transpose(1, 0, 2), start, None, scale, cap)
+    close(got.reshape(wanted.shape), wanted, 5e-6)
+    close(held[3].numpy()[:, own], turned[:, own], 1e-6)
+    assert np.array_equal(held[4].numpy()[:, own], v[own].transpose(1, 0, 2).astype(np.float32))
+    # The cap matters, and so does where the turning ends.
+    assert (
+        np.abs(attend(turn(q, own), turned, v.transpose(1, 0, 2), start, None, scale) - wanted).max() > 1e-3
+        or start + tokens == 1
+    )
+
+
 def test_no_rotation_without_a_table() -> None:
     rng = np.random.default_rng(6)
     qkv = rng.normal(size=(3, 3 * 2 * 6)).astype(np.float32)
@@ -261,6 +374,10 @@ def test_large_scores_do_not_overflow() -> None:
     for variant in (None, "group", "split"):
         got = attention(*map(device_array, (q, keys, values)), start, 1, variant=variant).numpy()
         assert np.array_equal(got, np.ones((2, 32), np.float32))
+        # A cap leaves the second query scores of 2 and -2.
+        got = attention(*map(device_array, (q, keys, values)), start, 1, softcap=2.0, variant=variant).numpy()
+        second = (1 + 5 * math.exp(-4)) / (1 + math.exp(-4))
+        assert np.allclose(got, [[1] * 32, [second] * 32], rtol=1e-6)
 
 
 def test_arguments_are_checked() -> None:
@@ -278,5 +395,20 @@ def test_arguments_are_checked() -> None:
         attention(Tensor.empty(device, (1, 2048)), cache, cache, Tensor.empty(device, (1,), "i32"), 1)
     with pytest.raises(DeviceError, match="multiple of 4 bytes"):
         embedding(Tensor.empty(device, (1,), "i32"), Tensor.empty(device, (4, 3), "f16").rows(1, 4))
+    with pytest.raises(DeviceError, match="softcap 0 must be positive"):
+        cache = Tensor.empty(device, (1, 4, 4))
+        attention(Tensor.empty(device, (1, 4)), cache, cache, Tensor.empty(device, (1,), "i32"), 1, softcap=0)
+    with pytest.raises(DeviceError, match="a table for 6 components of heads of 4"):
+        cache, table = Tensor.empty(device, (1, 5, 4)), Tensor.empty(device, (5, 3, 2))
+        rope_and_cache(
+            Tensor.empty(device, (1, 12)), table, Tensor.empty(device, (1,), "i32"), cache, cache, 1
+        )
+    with pytest.raises(DeviceError, match=r"k_weight must be f32\[8\], not f32\[4\]"):
+        weights = [Tensor.empty(device, (n,)) for n in (16, 4)]
+        query_key_norm(Tensor.empty(device, (1, 32)), *weights, 4, 2, 1e-5)
+    with pytest.raises(DeviceError, match="no activation 'relu'; there are silu, gelu_tanh, gelu"):
+        activate(x, "relu")
+    with pytest.raises(DeviceError, match="the cap 0 must be positive"):
+        softcap(x, 0)
     with pytest.raises(DeviceError, match="do not split"):
-        silu_mul(Tensor.empty(device, (1, 3)))
+        activate_gated(Tensor.empty(device, (1, 3)))

@@ -53,7 +53,8 @@ def test_a_type_error_and_a_forbidden_import_are_found(tmp_path: Path) -> None:
     for folder in tools.package_folders(repository).values():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "__init__.py").touch()
-    for leaf in ("oazoo/errors.py", "runtime/instance.py"):
+    maps = [f"translators/{name}.py" for name in ("translator", "rules", "engine", "plan", "rope")]
+    for leaf in ("oazoo/errors.py", "runtime/instance.py", *maps):
         (repository / leaf).touch()
     bad = "from oazoo.runtime import instance\n\nx: int = 'no'\nprint(instance)\n"
     (repository / "formats" / "bad.py").write_text(bad)

@@ -42,6 +42,8 @@ def clean(folder: Path) -> bool:
     ("output", "to", "expected"),
     [
         ("x.gguf", None, "gguf"),
+        ("x.ONNX", None, "onnx"),
+        ("x.bin", "onnx", "onnx"),
         ("X.GGUF", None, "gguf"),
         ("x.safetensors", None, "safetensors"),
         ("folder", None, "safetensors"),
@@ -58,10 +60,10 @@ def test_the_name_says_the_container(output: str, to: str | None, expected: str)
     ("output", "to", "message"),
     [
         ("x.bin", None, "what to export to"),
-        ("x.onnx", None, "what to export to"),
         ("x.gguf", "safetensors", "the name means gguf"),
         ("x.safetensors", "gguf", "the name means safetensors"),
-        ("x", "onnx", "cannot export to 'onnx'; supported: safetensors, gguf"),
+        ("x.onnx", "gguf", "the name means onnx"),
+        ("x", "tflite", "cannot export to 'tflite'; supported: safetensors, gguf, onnx"),
     ],
 )
 def test_names_that_say_nothing(output: str, to: str | None, message: str) -> None:
@@ -102,6 +104,35 @@ def test_folders(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
+def test_weights_of_a_graph_lie_in_it_or_beside_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oazoo.translators import export as module
+
+    report = export(model, tmp_path / "a.onnx")
+    assert set(report.files) == {"a.onnx", "generation_config.json"}
+    report = export(model, tmp_path / "b.onnx", external=True, overwrite=True)
+    assert set(report.files) == {"b.onnx", "b.onnx.data", "generation_config.json"}
+    monkeypatch.setattr(module, "MAX_INLINE_BYTES", 10_000)  # instead of a model of gigabytes
+    report = export(model, tmp_path / "c.onnx", overwrite=True)
+    assert set(report.files) == {"c.onnx", "c.onnx.data", "generation_config.json"}
+    for name in "abc":
+        convert(tmp_path / f"{name}.onnx", tmp_path / f"{name}.oam")
+        assert oam_bytes(tmp_path / f"{name}.oam") == oam_bytes(model)
+    with pytest.raises(UsageError, match=r"c.onnx.data: exists already"):
+        (tmp_path / "c.onnx").unlink()
+        (tmp_path / "generation_config.json").unlink()
+        export(model, tmp_path / "c.onnx")
+    assert not (tmp_path / "c.onnx").exists() and clean(tmp_path)
+    with pytest.raises(UsageError, match="only an ONNX graph"):
+        export(model, tmp_path / "x.gguf", external=True)
+    with pytest.raises(UsageError, match="another file of this export has that name"):
+        export(model, tmp_path / "generation_config.json", to="onnx")
+    model.rename(tmp_path / "d.onnx.data")
+    with pytest.raises(UsageError, match="is the source itself"):
+        export(tmp_path / "d.onnx.data", tmp_path / "d.onnx", external=True, overwrite=True)
+
+
 def test_outputs_that_cannot_be(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for output, message in (
@@ -126,7 +157,7 @@ def test_a_damaged_model_does_not_travel_on(model: Path, tmp_path: Path) -> None
     data = bytearray(model.read_bytes())
     data[data.index(needle)] ^= 1
     model.write_bytes(data)
-    for output in ("out", "out.gguf", "out.safetensors"):
+    for output in ("out", "out.gguf", "out.safetensors", "out.onnx"):
         with pytest.raises(FormatError, match="section Weights is damaged"):
             export(model, tmp_path / output)
         assert not (tmp_path / output).exists() and clean(tmp_path)
@@ -138,7 +169,7 @@ def test_values_outside_the_range_of_the_dtype(tmp_path: Path) -> None:
     tensors = llama_tensors(LLAMA)
     tensors["lm_head.weight"][0, 0] = 1e6
     convert(write_hf(tmp_path / "in", LLAMA, tensors), tmp_path / "m.oam")
-    for output in ("out", "out.gguf"):
+    for output in ("out", "out.gguf", "out.onnx"):
         with pytest.raises(TranslationError, match=r"head.weight: the value 1e\+06 does not fit f16"):
             export(tmp_path / "m.oam", tmp_path / output, dtype="f16")
         assert not (tmp_path / output).exists() and clean(tmp_path)
@@ -224,7 +255,7 @@ def test_pieces_must_add_up(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("output", ("out", "out.gguf"))
+@pytest.mark.parametrize("output", ("out", "out.gguf", "out.onnx"))
 def test_a_file_size_limit(output: str, model: Path, tmp_path: Path) -> None:
     """The disk is full in the middle: a clear error, and nothing stays."""
     program = (
@@ -246,9 +277,12 @@ def test_a_file_size_limit(output: str, model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / output).exists() and clean(tmp_path)
 
 
-@pytest.mark.parametrize("output", ("out", "out.gguf"))
-def test_memory_is_bounded(output: str, tmp_path: Path) -> None:
-    """A model of 240 MB leaves, with rows reordered, in 96 MB of address space above what the interpreter takes."""
+@pytest.mark.parametrize(("output", "megabytes"), (("out", 96), ("out.gguf", 96), ("out.onnx", 96 + 130)))
+def test_memory_is_bounded(output: str, megabytes: int, tmp_path: Path) -> None:
+    """A model of 240 MB leaves, with rows reordered, in 96 MB of address space above what the interpreter takes.
+
+    A message of protobuf is mapped whole when it is read again: 130 MB of addresses, not of memory.
+    """
     from oazoo.configs import DecoderConfig
 
     config = DecoderConfig(
@@ -266,14 +300,16 @@ def test_memory_is_bounded(output: str, tmp_path: Path) -> None:
     program = (
         "import resource, sys\n"
         "from oazoo.translators.export import export\n"
-        "import oazoo.translators.translator as t; t.translators()\n"
+        "import onnx, oazoo.translators.translator as t; t.translators()\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
-        "limit = pages * resource.getpagesize() + (96 << 20)\n"
+        "limit = pages * resource.getpagesize() + (int(sys.argv[3]) << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "export(sys.argv[1], sys.argv[2], dtype='f16')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "m.oam", tmp_path / output], capture_output=True, text=True
+        [sys.executable, "-c", program, tmp_path / "m.oam", tmp_path / output, str(megabytes)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -308,7 +344,7 @@ def test_errors_are_ours(model: Path, tmp_path: Path) -> None:
             ) as writer:
                 for name, array in tensors.items():
                     writer.write(name, array)
-            for output in ("odd", "odd.gguf"):
+            for output in ("odd", "odd.gguf", "odd.onnx"):
                 try:
                     export(tmp_path / "odd.oam", tmp_path / output, overwrite=True)
                 except OazooError as error:

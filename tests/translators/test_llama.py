@@ -166,8 +166,8 @@ def test_no_scaling(tmp_path: Path, none: Any) -> None:
     ("changes", "named"),
     [
         ({"rope_scaling": {"rope_type": "xpos9", "factor": 2.0}}, "xpos9"),
-        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "su"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "short_factor"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor"),
         ({"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "disagree"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
@@ -354,10 +354,10 @@ def test_gguf_rope_scaling(tmp_path: Path, extra: dict[str, Any], kind: str | No
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.rope.scaling.type": "longrope"}, "LongRoPE"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count"),
         ({"llama.attention.value_length": 16}, "attention.value_length"),
-        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.expert_count": 8}, "expert_used_count is missing"),
         ({"llama.attention.scale": 0.5}, "attention.scale"),
         ({"llama.logit_scale": 0.5}, "logit_scale"),
         ({"llama.attention.causal": False}, "attention.causal"),

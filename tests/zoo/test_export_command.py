@@ -63,6 +63,21 @@ def test_dry_run_writes_nothing(arguments: list[str], model: Path, tmp_path: Pat
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_graph(model: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    done = run(model, "--to", "onnx", "--dry-run")
+    assert done.exit_code == 0 and "decoder → onnx" in done.stdout and "layers.*.attn.q.weight" in done.stdout
+    shown = json.loads(run(model, "-o", tmp_path / "x.onnx", "--dry-run", "--json").stdout)
+    assert shown["container"] == "onnx" and shown["architecture"] == "decoder"
+    assert {t["encoding"] for t in shown["tensors"]} == {"f16", "f32"} and sorted(
+        tmp_path.iterdir()
+    ) == before
+    done = run(model, "-o", tmp_path / "x.onnx", "--external", "--json")
+    shown = json.loads(done.stdout)
+    assert done.exit_code == 0 and {"x.onnx", "x.onnx.data", "tokenizer.json"} < set(shown["files"])
+    assert oazoo.diff(model, tmp_path / "x.onnx", tolerance=1e-3).equal
+
+
 def test_weights_alone(model: Path, tmp_path: Path) -> None:
     assert run(model, "-o", tmp_path / "hf", "--no-tokenizer").exit_code == 0
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
@@ -72,7 +87,8 @@ def test_misuse(model: Path, tmp_path: Path) -> None:
     for arguments, words in (
         ([model], "say where to write"),
         ([model, "--dry-run"], "say where to write"),
-        ([model, "-o", tmp_path / "x.onnx"], "what to export to"),
+        ([model, "-o", tmp_path / "x.tflite"], "what to export to"),
+        ([model, "-o", tmp_path / "x.gguf", "--external"], "--external is for ONNX"),
         ([source_path("F32"), "-o", tmp_path / "x"], "convert it first"),
         ([tmp_path / "none.oam", "-o", tmp_path / "x"], "none.oam"),
         (["smollm2-135m-instruct", "-o", tmp_path / "x"], "is a name of the zoo, and a file is needed"),

@@ -1,0 +1,158 @@
+"""Reverse-mode differentiation: ops note how to go back, and a tape walks the notes from the loss to the parameters.
+
+An op that has a gradient calls :func:`taped` with its result, its inputs and a rule; the rule stands beside the op. Nothing
+is noted while no tape is open, or where no input needs a gradient, so inference pays one comparison an op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from oazoo.errors import DeviceError
+from oazoo.runtime.tensor import Tensor
+
+#: From the gradient of an op's result, and for each input whether its gradient is wanted, to the inputs' gradients.
+Rule = Callable[[Tensor, Sequence[bool]], Sequence[Tensor | None]]
+
+_open: ContextVar[GradientTape | None] = ContextVar("oazoo_gradient_tape", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    result: Tensor
+    inputs: tuple[Tensor | None, ...]
+    rule: Rule
+
+
+class GradientTape:
+    """Notes what is computed inside it, so that gradients of the result can be taken.
+
+    Gradients are taken with respect to the tensors whose ``requires_grad`` is true; :meth:`backward` adds to their ``grad``,
+    so several calls accumulate. A tape serves one :meth:`backward`; what it kept for it is given back then.
+
+    >>> with GradientTape() as tape:
+    ...     loss = cross_entropy(model(x), targets)
+    >>> tape.backward(loss)
+    """
+
+    def __init__(self) -> None:
+        self._notes: list[_Note] = []
+        #: Tensors that depend on something with a gradient, by identity; the notes keep them alive.
+        self._reached: set[int] = set()
+        self._outer: list[GradientTape | None] = []
+        self._spent = False
+
+    def __enter__(self) -> Self:
+        self._outer.append(_open.get())
+        _open.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _open.set(self._outer.pop())
+
+    def wants(self, tensor: Tensor | None) -> bool:
+        """Whether a gradient of ``tensor`` is needed on the way back."""
+        return tensor is not None and (tensor.requires_grad or id(tensor) in self._reached)
+
+    def note(self, result: Tensor, inputs: Sequence[Tensor | None], rule: Rule) -> None:
+        """Remember how ``result`` came about; called by ops."""
+        self._notes.append(_Note(result, tuple(inputs), rule))
+        self._reached.add(id(result))
+
+    def backward(self, loss: Tensor, seed: Tensor | None = None) -> None:
+        """Add the gradient of ``loss`` to the ``grad`` of every tensor that requires one.
+
+        Args:
+            loss: what was computed under this tape; one element, unless ``seed`` is given.
+            seed: gradient of something further on with respect to ``loss``, f32 of its shape; 1 if None.
+
+        Raises:
+            DeviceError: the loss was not computed under this tape from anything that requires a gradient, it has more than
+                one element and no seed, or the tape is spent.
+        """
+        # An op without a rule never gets here: its result is not reached, and that shows at once.
+        from oazoo.runtime.ops.arithmetic import accumulate, copied, fill
+
+        if self._spent:
+            raise DeviceError("this tape has gone backward already; open another for the next step")
+        if id(loss) not in self._reached:
+            raise DeviceError(
+                "the loss does not depend on anything that requires a gradient, or was computed outside the tape"
+            )
+        if seed is None:
+            if loss.numel != 1:
+                raise DeviceError(
+                    f"a loss must be one number, not {list(loss.shape)}: take its mean, or give a seed"
+                )
+            seed = fill(Tensor.empty(loss.device, loss.shape), 1.0)
+        self._spent = True
+        notes, self._notes = self._notes, []
+        gradients: dict[int, Tensor] = {id(loss): seed}
+        with no_grad():
+            while notes:
+                note = notes.pop()
+                gradient = gradients.pop(id(note.result), None)
+                if gradient is None:
+                    continue
+                wanted = [self.wants(tensor) for tensor in note.inputs]
+                found = note.rule(gradient, wanted)
+                for tensor, part, want in zip(note.inputs, found, wanted, strict=True):
+                    if tensor is None or part is None or not want:
+                        continue
+                    if part.shape != tensor.shape:
+                        raise DeviceError(f"a gradient of shape {part.shape} for a tensor of {tensor.shape}")
+                    # A rule may hand the gradient on as it is, to several inputs: what is added to must be its own.
+                    if part.memory is gradient.memory:
+                        part = copied(part) if tensor.requires_grad else part
+                    if tensor.requires_grad:
+                        tensor.grad = part if tensor.grad is None else accumulate(tensor.grad, part)
+                        continue
+                    before = gradients.get(id(tensor))
+                    gradients[id(tensor)] = part if before is None else accumulate(copied(before), part)
+        self._reached.clear()
+
+
+def taped(result: Tensor, inputs: Sequence[Tensor | None], rule: Rule) -> Tensor:
+    """``result``, noted on the open tape if there is one and any of ``inputs`` needs a gradient."""
+    tape = _open.get()
+    if tape is not None and any(tape.wants(tensor) for tensor in inputs):
+        tape.note(result, inputs, rule)
+    return result
+
+
+def taping(*inputs: Tensor | None) -> bool:
+    """Whether a tape is open and any of ``inputs`` needs a gradient: ops then take the way whose parts have rules."""
+    tape = _open.get()
+    return tape is not None and any(tape.wants(tensor) for tensor in inputs)
+
+
+def no_gradient(op: str, *inputs: Tensor | None) -> None:
+    """Refuse an op that has no gradient where one is needed, at once rather than when the way back misses it.
+
+    Raises:
+        DeviceError: a tape is open and one of ``inputs`` needs a gradient.
+    """
+    if taping(*inputs):
+        raise DeviceError(f"{op} has no gradient; compute it outside the tape, or within no_grad()")
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Note nothing inside."""
+    token = _open.set(None)
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+def detach(x: Tensor) -> Tensor:
+    """The same values, through which no gradient flows."""
+    return x.view(*x.shape)
