@@ -93,7 +93,16 @@ def _minimise(corpus: Path, found: Path) -> int:
     """Merge what was found into the corpus: the smallest set of inputs that reaches the same code."""
     with tempfile.TemporaryDirectory() as temporary:
         merged = Path(temporary)
-        command = [sys.executable, __file__, corpus.name, "0", "-merge=1", str(merged), str(corpus), str(found)]
+        command = [
+            sys.executable,
+            __file__,
+            corpus.name,
+            "0",
+            "-merge=1",
+            str(merged),
+            str(corpus),
+            str(found),
+        ]
         done = subprocess.run(command)
         if done.returncode:
             return done.returncode
