@@ -97,7 +97,7 @@ def test_names_that_cannot_be_stored(tmp_path: Path) -> None:
             write(tmp_path / "a.oam", [name])
     with pytest.raises(FormatError, match="comes twice"):
         write(tmp_path / "a.oam", ["w" * 200, "w" * 200])
-    with pytest.raises(FormatError, match="config of .* characters; at most 16777216"):
+    with pytest.raises(FormatError, match=r"config of .* characters; at most 16777216"):
         write(tmp_path / "a.oam", [f"{number:04}" + "w" * 4092 for number in range(4200)])
 
 
