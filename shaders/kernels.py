@@ -141,5 +141,9 @@ KERNELS: dict[str, KernelSpec] = {
         for target in ("q4", "q8")
         for source in ("f32", "f16", "bf16")
     },
+    **{
+        f"encode_q4_{source}": KernelSpec("encode", f"encodeQ4<{source.upper()}Source>")
+        for source in ("f32", "f16", "bf16")
+    },
     **_linear(),
 }

@@ -265,15 +265,19 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
             yield _shifted(values, plan.rule.transform, plan, measured)
         return
     if plan.action == "store":
-        stored = tensors[0].raw()
-        yield from (stored[start : start + 4 * CHUNK] for start in range(0, stored.size, 4 * CHUNK))
+        yield from tensors[0].pieces(4 * CHUNK)
         return
     if plan.action == "repack":
-        raw = _moved_bytes(plan, tensors)
+        scales = Measured()
+        raw = tensors[0].pieces if _as_it_is(plan) else _moved_bytes(plan, tensors)
         for piece in quant.reencode_stream(raw, plan.source_encodings[0]):
             if piece.dtype.kind == "f":
-                _count_nonfinite(piece, measured)
+                _count_nonfinite(piece, scales)
             yield piece
+        if scales.nan or scales.infinite:  # rare: then the values themselves are counted
+            for tensor in tensors:
+                for values in tensor.chunks(CHUNK):
+                    _count_nonfinite(values, measured)
         return
     for values in _values(plan, tensors):
         if plan.action == "copy":
@@ -291,10 +295,18 @@ def _entries(plan: TensorPlan) -> Iterator[TensorPlan]:
         yield TensorPlan(Rule(plan.target, (name,)), plan.shape[1:], plan.encoding, size, (kind,), action)
 
 
+def _as_it_is(plan: TensorPlan) -> bool:
+    """Whether the target is one source, element for element."""
+    return len(plan.rule.sources) == 1 and plan.rule.transform.name == "Identity"
+
+
 def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.NDArray[Any]]:
     """The target's values, flattened, in pieces, in the source's own type."""
     if isinstance(plan.rule.transform, Unstack):
         yield from entry_values(tensors[0], plan.rule.transform, CHUNK)
+        return
+    if _as_it_is(plan):
+        yield from tensors[0].chunks(CHUNK)
         return
     same = len(set(plan.source_encodings)) == 1
     kinds = [encodings.get(kind) for kind in plan.source_encodings]
@@ -304,9 +316,6 @@ def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.N
         raw = _moved_bytes(plan, tensors)
         encoding = encodings.get(plan.source_encodings[0])
         yield from encoding.chunks(raw, encodings.numel(plan.shape), CHUNK)
-        return
-    if len(tensors) == 1 and plan.rule.transform.name == "Identity":
-        yield from tensors[0].chunks(CHUNK)
         return
     arrays = [tensor.numpy() for tensor in tensors]
     if not same:

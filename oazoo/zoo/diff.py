@@ -143,8 +143,7 @@ def diff(
 
     Where both can be translated to one model family, tensors are compared under the names and in the order of rows that
     an ``.oam`` has, so a GGUF file and a Hugging Face folder of one model are the same. Otherwise tensors are compared
-    under the names that they have. Values are compared in float64, piece by piece. Where one side states norm weights w
-    that mean 1 + w and the other the sum (Gemma), the sums are compared, in float32, as they are computed with.
+    under the names that they have. Values are compared in float64, piece by piece.
 
     Args:
         first: a path.
@@ -164,8 +163,7 @@ def diff(
             why = f"the models are of different families: {a.config.family} and {b.config.family}"
         if why:
             a, b = _raw(source_a, a), _raw(source_b, b)
-        elif _offset(a) != _offset(b):
-            a, b = _summed(a), _summed(b)
+        a, b = _same_norms(a, b)
         common = [name for name in a.tensors if name in b.tensors]
         total, done = sum(a.tensors[name].info.nbytes for name in common), 0
         found = []
@@ -191,6 +189,31 @@ def diff(
         )
 
 
+def _same_norms(a: _Side, b: _Side) -> tuple[_Side, _Side]:
+    """Both sides with norm weights as what is computed with, where one holds w for 1 + w and the other the sum (Gemma)."""
+    first, second = a.config, b.config
+    if not (isinstance(first, DecoderConfig) and isinstance(second, DecoderConfig)):
+        return a, b
+    if first.norm_offset == second.norm_offset:
+        return a, b
+    return _with_offset(a, first), _with_offset(b, second)
+
+
+def _with_offset(side: _Side, config: DecoderConfig) -> _Side:
+    offset = np.float32(config.norm_offset)
+
+    def summed(tensor: _Tensor) -> _Tensor:
+        # In float32, as every program adds it.
+        values = tensor.values
+        return _Tensor(tensor.info, lambda: (np.asarray(v, np.float32) + offset for v in values()), None)
+
+    tensors = {
+        name: summed(tensor) if name.endswith("norm.weight") else tensor
+        for name, tensor in side.tensors.items()
+    }
+    return dataclasses.replace(side, config=dataclasses.replace(config, norm_offset=0.0), tensors=tensors)
+
+
 def _read(source: WeightSource) -> _Side:
     """A side under our names if it can be translated, else without tensors."""
     if isinstance(source, OamSource):
@@ -210,29 +233,6 @@ def _read(source: WeightSource) -> _Side:
     if tokens:
         options["tokenizer"] = tokens
     return _Side(source, planned.config, tensors, options, "")
-
-
-def _offset(side: _Side) -> float:
-    return side.config.norm_offset if isinstance(side.config, DecoderConfig) else 0.0
-
-
-def _summed(side: _Side) -> _Side:
-    """A side with its norm weights as the numbers that they mean."""
-    offset = np.float32(_offset(side))
-    assert isinstance(side.config, DecoderConfig)
-
-    def summed(tensor: _Tensor) -> _Tensor:
-        def values() -> Iterator[npt.NDArray[Any]]:
-            return (piece.astype(np.float32) + offset for piece in tensor.values())
-
-        return _Tensor(tensor.info, values, None)
-
-    tensors = {
-        name: summed(tensor) if name.endswith("norm.weight") else tensor
-        for name, tensor in side.tensors.items()
-    }
-    config = dataclasses.replace(side.config, norm_offset=0.0)
-    return dataclasses.replace(side, config=config, tensors=tensors)
 
 
 def _read_oam(source: OamSource) -> _Side:
