@@ -97,6 +97,15 @@ GGUF_NEUTRAL: dict[str, tuple[Any, ...]] = {
 GGUF_HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout", "attention.recurrent_layers")
 
 
+def target_parts(target: str) -> tuple[str, str, str]:
+    """``layers.3.attn.q.weight`` → number of the layer (empty outside of layers), part, suffix."""
+    stem, _, suffix = target.rpartition(".")
+    if stem.startswith("layers."):
+        _, number, part = stem.split(".", 2)
+        return number, part, suffix
+    return "", stem, suffix
+
+
 def decoder_rules(
     config: DecoderConfig,
     names: Mapping[str, str],
@@ -113,14 +122,9 @@ def decoder_rules(
     """
     rules = []
     for target in config.parameters():
-        stem, _, suffix = target.rpartition(".")
-        if stem.startswith("layers."):
-            _, number, part = stem.split(".", 2)
-            source = f"{layer.format(number)}.{names[part]}.{suffix}"
-        else:
-            part = stem
-            source = f"{names[part]}.{suffix}"
-        rules.append(Rule(target, (source,), transform(part)))
+        number, part, suffix = target_parts(target)
+        at = f"{layer.format(number)}." if number else ""
+        rules.append(Rule(target, (f"{at}{names[part]}.{suffix}",), transform(part)))
     return rules
 
 

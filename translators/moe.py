@@ -11,6 +11,15 @@ from collections.abc import Callable
 from oazoo.configs import DecoderConfig
 from oazoo.errors import TranslationError
 from oazoo.formats.source import WeightSource
+from oazoo.translators.decoders import (
+    GGUF_NAMES,
+    HF_IGNORED,
+    HF_NAMES,
+    SILU,
+    one_of,
+    target_parts,
+    tied_copy,
+)
 from oazoo.translators.rope import gguf_rope, hf_rope
 from oazoo.translators.rules import Identity, Ignored, Reshape, RopePermute, Rule, Slice, Transform
 from oazoo.translators.settings import Settings
@@ -20,20 +29,7 @@ from oazoo.translators.translator import Checkpoint, Translation, Translator
 MIXTRAL, QWEN2, QWEN3 = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
 
 _HF = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
+    **HF_NAMES,
     "moe.router": "mlp.gate",
     "moe.shared.gate": "mlp.shared_expert.gate_proj",
     "moe.shared.up": "mlp.shared_expert.up_proj",
@@ -52,20 +48,7 @@ _MIXTRAL_EXPERTS = {
     "moe.down": "block_sparse_moe.experts.{}.w2",
 }
 _GGUF = {
-    "embed": "token_embd",
-    "norm": "output_norm",
-    "head": "output",
-    "attn_norm": "attn_norm",
-    "attn.q": "attn_q",
-    "attn.k": "attn_k",
-    "attn.v": "attn_v",
-    "attn.o": "attn_output",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
+    **GGUF_NAMES,
     "moe.router": "ffn_gate_inp",
     "moe.gate": "ffn_gate_exps",
     "moe.up": "ffn_up_exps",
@@ -75,19 +58,8 @@ _GGUF = {
     "moe.shared.down": "ffn_down_shexp",
     "moe.shared_gate": "ffn_gate_inp_shexp",
 }
-_INVERSE_FREQUENCIES = "rotary inverse frequencies: computed from the config"
-_HF_IGNORED = (Ignored(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", _INVERSE_FREQUENCIES),)
 _GGUF_IGNORED = (Ignored(r"rope_freqs\.weight", "rotary frequency factors: carried in the config"),)
 _NOTE = "the weights are kept; running a mixture of experts is not there yet"
-
-
-def _parts(target: str) -> tuple[str, str, str]:
-    """``layers.3.attn.q.weight`` → number of the layer (empty outside of layers), role, suffix."""
-    stem, _, suffix = target.rpartition(".")
-    if stem.startswith("layers."):
-        _, number, role = stem.split(".", 2)
-        return number, role, suffix
-    return "", stem, suffix
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------
@@ -104,7 +76,7 @@ def hf_rules(
     experts = _MIXTRAL_EXPERTS if mixtral else _EXPERTS
     rules = []
     for target in config.parameters():
-        number, role, suffix = _parts(target)
+        number, role, suffix = target_parts(target)
         at = f"model.layers.{number}." if number else ""
         if role in experts and joined(number):
             rules.append(_joined(config, target, f"{at}mlp.experts.", role))
@@ -128,11 +100,7 @@ def _joined(config: DecoderConfig, target: str, at: str, role: str) -> Rule:
 def _translate_hf(checkpoint: Checkpoint) -> Translation:
     settings, source = checkpoint.settings(), checkpoint.source
     arch = next((name for name in checkpoint.declared if name in (MIXTRAL, QWEN2, QWEN3)), MIXTRAL)
-    activation = settings.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise TranslationError(
-            f"{settings.where}: hidden_act {activation[:64]!r} is not supported; supported: silu"
-        )
+    one_of(settings, "hidden_act", "silu", SILU, "mixtures of experts")
     heads, hidden = settings.integer("num_attention_heads"), settings.integer("hidden_size")
     layers = settings.integer("num_hidden_layers")
     if "head_dim" not in settings and (heads <= 0 or hidden % heads):
@@ -169,10 +137,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
         normalize_experts=arch == MIXTRAL or settings.boolean("norm_topk_prob", False),
         dense_layers=None if arch == MIXTRAL else _dense_layers(settings, layers),
     )
-    ignored, equal = list(_HF_IGNORED), []
-    if config.tied_embeddings and "lm_head.weight" in source:
-        ignored.append(Ignored(r"lm_head\.weight", "a copy of the tied embedding"))
-        equal.append(("lm_head.weight", "model.embed_tokens.weight"))
+    ignored, equal = tied_copy(config, checkpoint)
     joined = {n for n in range(layers) if f"model.layers.{n}.mlp.experts.gate_up_proj" in source}
     single = config.num_experts * sum(config.is_moe(n) and n not in joined for n in range(layers))
     if 3 * single > len(source):
@@ -181,7 +146,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
             f"{len(source)} tensors"
         )
     rules = hf_rules(config, arch == MIXTRAL, lambda number: int(number) in joined)
-    return Translation(config, rules, ignored, notes, equal)
+    return Translation(config, rules, [*HF_IGNORED, *ignored], notes, equal)
 
 
 def _hf_window(settings: Settings, arch: str) -> int | None:
@@ -217,7 +182,7 @@ def gguf_rules(config: DecoderConfig, arch: str, source: WeightSource | None = N
     permuted = {"attn.q": config.num_heads, "attn.k": config.num_kv_heads} if arch == "llama" else {}
     rules = []
     for target, shape in config.parameters().items():
-        number, role, suffix = _parts(target)
+        number, role, suffix = target_parts(target)
         name = f"blk.{number}.{_GGUF[role]}.{suffix}" if number else f"{_GGUF[role]}.{suffix}"
         transform: Transform = Identity()
         if role in permuted:
