@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ class Plan:
         provenance = self.provenance
         source = self.checkpoint.source
         files = [
-            {"name": path.name, "bytes": path.stat().st_size, "sha256": hashes.get(path.name, _NO_HASH)}
+            {"name": _text_of(path.name), "bytes": path.stat().st_size, "sha256": hashes.get(path.name, _NO_HASH)}
             for path in self.hashed_files()
         ]
         weights = [str(entry["sha256"]) for entry in files[: len(source.files)]]
@@ -313,7 +314,12 @@ def _version() -> str:
 
 def _own_name(checkpoint: Checkpoint) -> str:
     path = checkpoint.folder or checkpoint.source.path
-    return _stated(checkpoint, "name") or path.resolve().name
+    return _stated(checkpoint, "name") or _text_of(path.resolve().name)
+
+
+def _text_of(name: str) -> str:
+    """A file's name as text for a file: its bytes need not be text, nor the locale able to tell."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 def _stated(checkpoint: Checkpoint, key: str) -> str | None:
