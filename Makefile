@@ -1,7 +1,7 @@
 # Everything a person or CI does with a checkout. `make setup` makes .venv and is part of every other target.
 
 PYTHON_IN_VENV := .venv/bin/python
-PYTEST := $(PYTHON_IN_VENV) -m pytest
+PYTEST := $(PYTHON_IN_VENV) -m pytest -n auto --maxprocesses=4
 # Tests that reach the device: all but those of the repository itself and of the parts that know no device.
 DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
 	--ignore=tests/zoo/pull

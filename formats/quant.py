@@ -143,9 +143,7 @@ _LOSSLESS: dict[str, tuple[str, int, Callable[[Bytes], tuple[Bytes, Floats]]]] =
 LOSSLESS_TARGETS: dict[str, str] = {source: target for source, (target, _, _) in _LOSSLESS.items()}
 
 
-def reencode_stream(
-    raw: Bytes | Callable[[int], Iterable[Bytes]], source: str
-) -> Iterator[npt.NDArray[Any]]:
+def reencode_stream(raw: Bytes | Callable[[int], Iterable[Bytes]], source: str) -> Iterator[npt.NDArray[Any]]:
     """Turn the payload of a ``gguf.q8_0`` or ``gguf.q4_0`` tensor into that of Q8 or Q4, every value kept exactly.
 
     Yields the new payload in file order; memory is bounded, and the payload is read twice. ``raw`` is all of it, or gives it

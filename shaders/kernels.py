@@ -27,8 +27,10 @@ COLUMNS, CODED_COLUMNS = 2, 4
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 #: Columns of a lane in the lanes variants of the backward products.
 PRODUCT_COLUMNS = (4, 8)
-#: Head widths that have an attention kernel of their own for CPU devices.
-LANES_HEAD_DIMS = (32, 64, 128)
+#: Head widths that have an attention kernel of their own for CPU devices, and those of them that also have one for single
+#: tokens with the rotation in it: the wider ones would compile for half a minute and be no faster.
+LANES_HEAD_DIMS = (32, 64, 96, 128, 256)
+STEP_HEAD_DIMS = (32, 64, 96, 128)
 
 
 def _linear() -> dict[str, KernelSpec]:
@@ -61,6 +63,7 @@ def _rows() -> dict[str, KernelSpec]:
         table[f"decode_{encoding}"] = KernelSpec("embedding", f"decode<{weight}>")
     for dim in LANES_HEAD_DIMS:
         table[f"attention_lanes_{dim}"] = KernelSpec("attention", f"attendLanes<{dim},0>")
+    for dim in STEP_HEAD_DIMS:
         table[f"attention_step_{dim}"] = KernelSpec("attention", f"attendLanes<{dim},1>")
     table["attention_group"] = KernelSpec("attention", "attendGroup")
     table["attention_part"] = KernelSpec("attention", "attendPart")
@@ -136,6 +139,10 @@ KERNELS: dict[str, KernelSpec] = {
             "pack", f"pack{target.upper()}<{source.upper()}Source>", precise=True
         )
         for target in ("q4", "q8")
+        for source in ("f32", "f16", "bf16")
+    },
+    **{
+        f"encode_q4_{source}": KernelSpec("encode", f"encodeQ4<{source.upper()}Source>")
         for source in ("f32", "f16", "bf16")
     },
     **_linear(),

@@ -27,7 +27,7 @@ from oazoo.formats.torch_zip import TorchSource
 from oazoo.translators import sentencepiece_model
 from oazoo.translators.settings import Settings
 
-#: What a reader may use on top of :data:`FACTOR` times the file: read-ahead buffers, caches, what one small tensor decodes to.
+#: What a reader may use on top of :data:`FACTOR` times the file: read-ahead buffers, caches, what a small tensor decodes to.
 SLACK = 3 << 20
 FACTOR = 3
 #: Elements that a target decodes at a time.

@@ -145,7 +145,9 @@ class ConversionReport:
             reasons.setdefault(reason, []).append(name)
         lines += [f"ignored {some(names)}: {reason}" for reason, names in list(reasons.items())[:8]]
         if len(reasons) > 8:
-            lines.append(f"ignored {sum(map(len, list(reasons.values())[8:]))} more tensors, for other reasons")
+            lines.append(
+                f"ignored {sum(map(len, list(reasons.values())[8:]))} more tensors, for other reasons"
+            )
         return lines + list(self.notes)
 
     def rounded_groups(self) -> list[tuple[str, str, str, int, float]]:

@@ -9,6 +9,7 @@ from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.rules import Rule
 from oazoo.translators.translator import Checkpoint, Translation, Translator
 
+
 def _translate(checkpoint: Checkpoint) -> Translation:
     source = checkpoint.source
     rules, shapes = [], {}

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from oazoo.configs import DecoderConfig, Mamba3Config, MambaConfig, ModelConfig, NanoGPTConfig
+from oazoo.errors import DeviceError
 from oazoo.models.session import CausalModel
 from oazoo.runtime import Device
+from oazoo.runtime.ops.attention import MAX_HEAD_DIM
 
 
 def why_not_run(config: ModelConfig) -> str | None:
     """Why a model of this configuration is kept as weights and not run yet; None if it runs."""
     if isinstance(config, DecoderConfig) and config.num_experts:
         return "its weights are kept; running a mixture of experts is not there yet"
+    if isinstance(config, DecoderConfig) and config.head_dim > MAX_HEAD_DIM:
+        return f"its heads are {config.head_dim} wide; kernels hold heads of up to {MAX_HEAD_DIM}"
     if isinstance(config, (MambaConfig, Mamba3Config)):
         return f"its weights are kept; running models of the family {config.family!r} is not there yet"
     return None
 
 
 def build(config: ModelConfig, device: Device) -> CausalModel:
-    """The module of a configuration, its parameters not loaded yet."""
+    """The module of a configuration, its parameters not loaded yet.
+
+    Raises:
+        DeviceError: models of this configuration do not run; see :func:`why_not_run`.
+    """
+    why = why_not_run(config)
+    if why is not None:
+        raise DeviceError(f"a {config.family} model that cannot run: {why}")
     if isinstance(config, DecoderConfig):
         from oazoo.models.decoder import Decoder
 

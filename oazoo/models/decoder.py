@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from oazoo.configs import DecoderConfig
 from oazoo.configs.frequencies import inverse_frequencies
-from oazoo.errors import DeviceError
 from oazoo.models.cache import KVCache
 from oazoo.models.session import CausalModel, Layer
 from oazoo.nn.layers import (
@@ -25,7 +24,7 @@ from oazoo.nn.module import Module, ModuleList
 from oazoo.nn.rope import rotary_table
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.activation import softcap
-from oazoo.runtime.ops.attention import MAX_HEAD_DIM, rotary_attention
+from oazoo.runtime.ops.attention import rotary_attention
 from oazoo.runtime.ops.linear import linear
 from oazoo.runtime.ops.norm import query_key_norm
 
@@ -132,22 +131,9 @@ class Block(Layer):
 
 
 class Decoder(CausalModel):
-    """The whole model.
-
-    Raises:
-        DeviceError: the config asks for what cannot run here: a mixture of experts, or heads wider than the kernels'.
-    """
+    """The whole model."""
 
     def __init__(self, config: DecoderConfig, device: Device) -> None:
-        if config.num_experts:
-            raise DeviceError(
-                f"this model is a mixture of {config.num_experts} experts, and running those is not there yet; its weights "
-                "are kept: it can be inspected, quantized and exported"
-            )
-        if config.head_dim > MAX_HEAD_DIM:
-            raise DeviceError(
-                f"this model's heads are {config.head_dim} wide; heads of up to {MAX_HEAD_DIM} can run"
-            )
         self.config = config
         self.device = device
         self.vocab_size = config.vocab_size

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from oazoo.runtime.ops.common import eight_lanes, grid, require, require_dense
 from oazoo.runtime.tape import no_gradient
 from oazoo.runtime.tensor import Tensor
+from oazoo.shaders.kernels import LANES_HEAD_DIMS, STEP_HEAD_DIMS
 
-#: Head widths that the kernels for CPU devices are compiled for, and the widest that the general one holds.
-LANES_HEAD_DIMS = (32, 64, 128)
+#: The widest head that the kernels for every device hold.
 MAX_HEAD_DIM = 256
 #: split: cache rows that are worth a workgroup, the most parts of a query's cache, and workgroups that fill any GPU.
 _PART_ROWS, _MAX_PARTS, _ENOUGH_GROUPS = 128, 32, 1024
@@ -174,7 +174,7 @@ def rotary_attention(
     require_dense(keys, op, "keys", "f32", -1, -1, -1)
     kv_heads, capacity, head_dim = keys.shape
     rotated = _rotated(op, table, capacity, head_dim)
-    fits = head_dim in LANES_HEAD_DIMS and qkv.shape[0] == 1 and qkv.address % 8 == 0
+    fits = head_dim in STEP_HEAD_DIMS and qkv.shape[0] == 1 and qkv.address % 8 == 0
     fits = fits and (table is None or table.address % 8 == 0) and eight_lanes(qkv.device)
     fits = fits and rotated in (0, head_dim)
     if variant != "step" and (variant is not None or not fits):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import DeviceError
+from oazoo.runtime.ops.common import require, require_dense
 from oazoo.runtime.tensor import BLOCK, BLOCK_CODE_BYTES, DTYPES, Tensor
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Dense types that can be packed.
 PACKABLE = ("f32", "f16", "bf16")
+#: How a block's scale is chosen: by its largest magnitude, as the format's own encoder does, or by search (Q4 only).
+METHODS = ("absmax", "search")
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,26 @@ class Packer:
         device: where to pack.
         encoding: ``q4`` or ``q8``.
         elements: values of the largest piece.
+        method: see :func:`pack`.
     """
 
-    def __init__(self, device: Device, encoding: str, elements: int) -> None:
-        self._device, self._encoding, self._elements = device, encoding, elements
+    def __init__(self, device: Device, encoding: str, elements: int, method: str = "absmax") -> None:
+        _check_method(encoding, method)
+        self._device, self._encoding, self._elements, self._method = device, encoding, elements, method
         # One place for input of any type: float32 is the widest.
         self._input = Tensor.empty(device, (elements,), "f32")
         self._output = Tensor.empty(device, (elements,), encoding)
         self._odd = Tensor.empty(device, (2,), "u32")
 
     def __call__(
-        self, values: npt.NDArray[Any]
+        self, values: npt.NDArray[Any], weights: Tensor | None = None, first: int = 0
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32], NonFinite]:
         """Pack a 1-D array of float32, float16 or bfloat16.
+
+        Args:
+            values: the next piece of the flattened tensor.
+            weights: see :func:`pack`.
+            first: which element of the tensor the piece begins with; where its weights begin follows from it.
 
         Returns:
             Codes as u32 [blocks, 4 or 8], scales [blocks], and what was not finite (packed as 0).
@@ -57,21 +67,35 @@ class Packer:
         piece.write(values)
         packed = Tensor(self._device, values.shape, self._encoding, self._output.memory)
         self._odd.write(np.array([0, 2**32 - 1], np.uint32))
-        _run(piece, packed, self._odd)
+        _run(piece, packed, self._odd, self._method, weights, first)
         codes, scales = packed.planes()
         count, first = (int(n) for n in self._odd.numpy())
         return codes.numpy(), scales.numpy(), NonFinite(count, first if count else -1)
 
 
-def pack(x: Tensor, encoding: str) -> Tensor:
+def _check_method(encoding: str, method: str) -> None:
+    if encoding not in BLOCK_CODE_BYTES:
+        raise DeviceError(f"there is no encoding {encoding!r}; there are {', '.join(BLOCK_CODE_BYTES)}")
+    if method not in METHODS:
+        raise DeviceError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
+    if method != "absmax" and encoding != "q4":
+        raise DeviceError(f"{encoding} blocks are packed by absmax; {method} is for q4")
+
+
+def pack(x: Tensor, encoding: str, method: str = "absmax", weights: Tensor | None = None) -> Tensor:
     """Pack a dense tensor, flattened row-major, into blocks of 32.
 
-    The bits are those of the format's encoder rules on every device: the kernel settles scales and codes in integer
-    arithmetic, whatever the device's division and subnormals do.
+    By ``absmax`` the bits are those of the format's encoder rules on every device: the kernel settles scales and codes in
+    integer arithmetic, whatever the device's division and subnormals do. By ``search`` a block gets the scale, of either
+    sign, and the codes from all 16 that make the sum of weighted squared errors least. Blocks with values that are not
+    finite, or whose largest is below 2^-100 are packed by absmax also then.
 
     Args:
         x: f32, f16 or bf16 tensor of any shape with at least one element.
         encoding: ``q4`` or ``q8``.
+        method: ``absmax``, or for q4 ``search``.
+        weights: f32 [n], finite and not negative: element i of the flattened tensor counts ``weights[i % n]``, so that with
+            one for each input of a layer they are that layer's column weights. None: all count the same. Only for search.
 
     Returns:
         A tensor of the same shape in that encoding.
@@ -80,8 +104,7 @@ def pack(x: Tensor, encoding: str) -> Tensor:
         DeviceError: another type or encoding, no elements (the format has no empty quantised tensors), or a view whose last
             block would reach past the memory it lies in.
     """
-    if encoding not in BLOCK_CODE_BYTES:
-        raise DeviceError(f"there is no encoding {encoding!r}; there are {', '.join(BLOCK_CODE_BYTES)}")
+    _check_method(encoding, method)
     if x.dtype not in PACKABLE:
         raise DeviceError(f"{x.dtype} tensors cannot be packed; {', '.join(PACKABLE)} can")
     if x.numel == 0:
@@ -97,22 +120,36 @@ def pack(x: Tensor, encoding: str) -> Tensor:
             "these rows do not lie where they can be packed: pack a copy of them, or the whole tensor"
         )
     packed = Tensor.empty(x.device, x.shape, encoding)
-    _run(x, packed, Tensor.empty(x.device, (2,), "u32"))
+    _run(x, packed, Tensor.empty(x.device, (2,), "u32"), method, weights, 0)
     return packed
 
 
-def _run(x: Tensor, packed: Tensor, odd: Tensor) -> None:
+def _run(x: Tensor, packed: Tensor, odd: Tensor, method: str, weights: Tensor | None, first: int) -> None:
     codes, scales = packed.planes()
-    kernel = x.device.kernel(f"pack_{packed.dtype}_{x.dtype}")
+    search = method == "search"
+    kernel = x.device.kernel(f"{'encode' if search else 'pack'}_{packed.dtype}_{x.dtype}")
+    reads: dict[str, Tensor | None] = {"x": x}
+    scalars = {}
+    if weights is not None:
+        require(search, "pack", "weights are for the method search")
+        require_dense(weights, "pack", "weights", "f32", -1)
+        require(weights.numel > 0, "pack", "no weights")
+    if search:
+        reads["weights"] = weights
+        width = 32 if weights is None else weights.numel
+        scalars = {"width": width, "first": first % width}
     blocks = -(-x.numel // BLOCK)
     groups = -(-blocks // kernel.spec.workgroup_size[0])
     # Rows of groups, because devices allow 65,535 of them along x.
     columns = min(groups, 65535)
     kernel.dispatch(
         (columns, -(-groups // columns), 1),
-        {"x": x},
+        reads,
         {"codes": codes, "scales": scales, "odd": odd},
         count=x.numel,
         blocks=blocks,
         columns=columns,
+        # A search step is some 200 operations, and a block takes about 100 of them.
+        work=x.numel * 600 if search else 0,
+        **scalars,
     )

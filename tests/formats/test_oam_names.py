@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fuzz_targets import mended_oam
 
 from oazoo.errors import FormatError
@@ -56,7 +55,9 @@ def test_another_reader_sees_short_unique_names(tmp_path: Path, oamref: Any) -> 
 
 def test_types_that_are_carried_keep_their_names(tmp_path: Path) -> None:
     with OamSource(write(tmp_path / "a.oam", LONG, encoding="f8_e4m3")) as source:
-        assert {name: tensor.info.encoding for name, tensor in source.items()} == dict.fromkeys(LONG, "f8_e4m3")
+        assert {name: tensor.info.encoding for name, tensor in source.items()} == dict.fromkeys(
+            LONG, "f8_e4m3"
+        )
         export_safetensors(source, tmp_path / "a.safetensors")
     with SafetensorsSource(tmp_path / "a.safetensors") as source:
         assert set(source) == set(LONG)
@@ -96,7 +97,7 @@ def test_names_that_cannot_be_stored(tmp_path: Path) -> None:
             write(tmp_path / "a.oam", [name])
     with pytest.raises(FormatError, match="comes twice"):
         write(tmp_path / "a.oam", ["w" * 200, "w" * 200])
-    with pytest.raises(FormatError, match="config of .* characters; at most 16777216"):
+    with pytest.raises(FormatError, match=r"config of .* characters; at most 16777216"):
         write(tmp_path / "a.oam", [f"{number:04}" + "w" * 4092 for number in range(4200)])
 
 

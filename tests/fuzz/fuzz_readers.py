@@ -4,7 +4,8 @@
 
 Starts from tests/fuzz/corpus/READER and collects what it finds under build/fuzz/READER. It ends with an error at the first
 input that raises anything but OazooError, takes over ten seconds, or makes the reader hold more than three times the
-input's bytes, and a constant. ``python tests/fuzz/fuzz_readers.py READER --minimise`` folds build/fuzz/READER into the corpus.
+input's bytes, and a constant.
+``python tests/fuzz/fuzz_readers.py READER --minimise`` folds build/fuzz/READER into the corpus.
 """
 
 from __future__ import annotations
@@ -93,7 +94,16 @@ def _minimise(corpus: Path, found: Path) -> int:
     """Merge what was found into the corpus: the smallest set of inputs that reaches the same code."""
     with tempfile.TemporaryDirectory() as temporary:
         merged = Path(temporary)
-        command = [sys.executable, __file__, corpus.name, "0", "-merge=1", str(merged), str(corpus), str(found)]
+        command = [
+            sys.executable,
+            __file__,
+            corpus.name,
+            "0",
+            "-merge=1",
+            str(merged),
+            str(corpus),
+            str(found),
+        ]
         done = subprocess.run(command)
         if done.returncode:
             return done.returncode

@@ -224,6 +224,9 @@ def attend(
         (33, 20, 4, 1, 8, 7),
         (64, 0, 2, 2, 10, 64),
         (9, 3, 2, 1, 128, 4),
+        (1, 21, 4, 2, 96, None),
+        (11, 6, 3, 3, 96, 8),
+        (19, 2, 4, 1, 256, None),
         (6, 30, 1, 1, 250, None),
         # Caches that are shared out, where the last parts are short, or nothing is left for them.
         (1, 1000, 3, 1, 64, None),
