@@ -11,6 +11,7 @@ from collections.abc import Callable
 from oazoo.configs import DecoderConfig
 from oazoo.errors import TranslationError
 from oazoo.formats.source import WeightSource
+from oazoo.translators.decoders import HF_IGNORED
 from oazoo.translators.rope import gguf_rope, hf_rope
 from oazoo.translators.rules import Identity, Ignored, Reshape, RopePermute, Rule, Slice, Transform
 from oazoo.translators.settings import Settings
@@ -75,8 +76,6 @@ _GGUF = {
     "moe.shared.down": "ffn_down_shexp",
     "moe.shared_gate": "ffn_gate_inp_shexp",
 }
-_INVERSE_FREQUENCIES = "rotary inverse frequencies: computed from the config"
-_HF_IGNORED = (Ignored(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", _INVERSE_FREQUENCIES),)
 _GGUF_IGNORED = (Ignored(r"rope_freqs\.weight", "rotary frequency factors: carried in the config"),)
 _NOTE = "the weights are kept; running a mixture of experts is not there yet"
 
@@ -169,7 +168,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
         normalize_experts=arch == MIXTRAL or settings.boolean("norm_topk_prob", False),
         dense_layers=None if arch == MIXTRAL else _dense_layers(settings, layers),
     )
-    ignored, equal = list(_HF_IGNORED), []
+    ignored, equal = list(HF_IGNORED), []
     if config.tied_embeddings and "lm_head.weight" in source:
         ignored.append(Ignored(r"lm_head\.weight", "a copy of the tied embedding"))
         equal.append(("lm_head.weight", "model.embed_tokens.weight"))

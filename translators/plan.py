@@ -22,6 +22,7 @@ from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check
+from oazoo.translators.fp8 import decode_fp8
 from oazoo.translators.gguf_tokenizer import gguf_assets
 from oazoo.translators.hf_assets import hf_assets
 from oazoo.translators.onnx_ours import our_assets, our_provenance
@@ -268,6 +269,7 @@ def plan(
         if own and arch == "raw":
             raise UsageError("a map of your own and --arch raw exclude each other")
         checkpoint = open_checkpoint(opened, arch, own_map=bool(own))
+        checkpoint = decode_fp8(checkpoint)
         refuse_packed(checkpoint)
         translator = choose(checkpoint, arch, own)
         translation = translator.translate(checkpoint)
