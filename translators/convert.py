@@ -143,7 +143,9 @@ class ConversionReport:
         if self.nonfinite:
             nan, infinite = sum(t.nan for t in self.nonfinite), sum(t.infinite for t in self.nonfinite)
             names = some([tensor.target for tensor in self.nonfinite])
-            lines.append(f"{len(self.nonfinite)} tensors hold {nan} NaN and {infinite} infinite values: {names}")
+            lines.append(
+                f"{len(self.nonfinite)} tensors hold {nan} NaN and {infinite} infinite values: {names}"
+            )
         reasons: dict[str, list[str]] = {}
         for name, reason in self.ignored:
             reasons.setdefault(reason, []).append(name)
@@ -184,7 +186,9 @@ class ConversionReport:
         for heading in ("NaN", "infinite"):
             table.add_column(heading, justify="right")
         for tensor in self.nonfinite:
-            table.add_row(*(Text(cell) for cell in (tensor.target, f"{tensor.nan:,}", f"{tensor.infinite:,}")))
+            table.add_row(
+                *(Text(cell) for cell in (tensor.target, f"{tensor.nan:,}", f"{tensor.infinite:,}"))
+            )
         return table
 
     def table(self) -> Table:

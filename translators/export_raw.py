@@ -130,7 +130,7 @@ class _Run:
     def read_again(self, path: Path, shown: Path) -> None:
         """Compare every tensor of the file with what was meant."""
         with SafetensorsSource(path) as written:
-            found: dict[str, Any] = {name: 0 for name in written}
+            found: dict[str, Any] = dict.fromkeys(written, 0)
             for name, tensor in written.items():
                 for piece in tensor.pieces(_STEP):
                     found[name] = zlib.crc32(piece.data, found[name])

@@ -1,7 +1,7 @@
 """FP8 checkpoints with a scale for each block of a weight (DeepSeek-V3's form): decoded while they are read.
 
-``X.weight`` in F8_E4M3 or F8_E5M2, of rank 2, and ``X.weight_scale_inv``: value = weight · scale of its block, blocks of 128×128
-as a rule, those at the edges smaller. The product is taken in float32, which rounds it once.
+``X.weight`` in F8_E4M3 or F8_E5M2, of rank 2, and ``X.weight_scale_inv``: value = weight · scale of its block. Blocks are
+128×128 as a rule, those at the edges smaller. The product is taken in float32, which rounds it once.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def decode_fp8(checkpoint: Checkpoint) -> Checkpoint:
             continue
         if tensor.info.encoding in _WEIGHTS:
             raise TranslationError(
-                f"{source.path}: {quoted(name)} is FP8, but its scale {quoted(name + SUFFIX)} is missing, and without it the "
-                "values are off by a factor; fetch the model again"
+                f"{source.path}: {quoted(name)} is FP8, but its scale {quoted(name + SUFFIX)} is missing, and without it "
+                "the values are off by a factor; fetch the model again"
             )
         tensors[name] = tensor
     if not scales:
@@ -65,14 +65,14 @@ def decode_fp8(checkpoint: Checkpoint) -> Checkpoint:
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     rows, columns = block or _BLOCK
     note = (
-        f"{len(scales)} FP8 weights were multiplied with their scales, one for {rows}×{columns} values, and are f32 from here "
-        "on (--dtype bf16 halves that)"
+        f"{len(scales)} FP8 weights were multiplied with their scales, one for {rows}×{columns} values, and are f32 from "
+        "here on (--dtype bf16 halves that)"
     )
     return replace(checkpoint, source=_Fp8Source(source, ordered, note), config=config)
 
 
 def _block(checkpoint: Checkpoint, stated: Any) -> tuple[int, int] | None:
-    """The block that the config states for FP8; None if the config says nothing of FP8 (other methods are refused elsewhere).
+    """The block that the config states for FP8; None if it says nothing of FP8 (other methods are refused elsewhere).
 
     Raises:
         TranslationError: FP8, but with scales of another kind.
@@ -88,14 +88,20 @@ def _block(checkpoint: Checkpoint, stated: Any) -> tuple[int, int] | None:
         or len(block) != 2
         or any(type(size) is not int or not 0 < size <= 1 << 20 for size in block)
     ):
-        raise TranslationError(f"{where}: weight_block_size is {quoted(block)}; supported is a block of two sizes")
+        raise TranslationError(
+            f"{where}: weight_block_size is {quoted(block)}; supported is a block of two sizes"
+        )
     return block[0], block[1]
 
 
-def _scaled(checkpoint: Checkpoint, weight: SourceTensor, scale: SourceTensor, block: tuple[int, int]) -> SourceTensor:
+def _scaled(
+    checkpoint: Checkpoint, weight: SourceTensor, scale: SourceTensor, block: tuple[int, int]
+) -> SourceTensor:
     at = f"{checkpoint.source.path}: {quoted(weight.info.name)}"
     if weight.info.encoding not in _WEIGHTS:
-        raise TranslationError(f"{at} has a scale, but is {weight.info.encoding}; supported: {', '.join(_WEIGHTS)}")
+        raise TranslationError(
+            f"{at} has a scale, but is {weight.info.encoding}; supported: {', '.join(_WEIGHTS)}"
+        )
     if scale.info.encoding not in _SCALES:
         raise TranslationError(f"{at}: its scale is {scale.info.encoding}; supported: {', '.join(_SCALES)}")
     shape = weight.info.shape

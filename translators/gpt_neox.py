@@ -14,8 +14,8 @@ from oazoo.translators.decoders import (
     GGUF_IGNORED,
     GGUF_NAMES,
     GGUF_NEUTRAL,
-    HF_NEUTRAL,
     HF_IGNORED,
+    HF_NEUTRAL,
     decoder_rules,
     gguf_gelu,
     gguf_sizes,
@@ -31,7 +31,7 @@ from oazoo.translators.decoders_out import gguf_outgoing, hf_settings, require, 
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.rope import hf_rope, hf_rotary_dim
 from oazoo.translators.rope_out import rotary_share
-from oazoo.translators.rules import Identity, Ignored, Interleaved, Rule, Slice, Transform
+from oazoo.translators.rules import Identity, Interleaved, Rule, Slice, Transform
 from oazoo.translators.translator import Checkpoint, Translation, Translator
 
 _QKV = ("attn.q", "attn.k", "attn.v")

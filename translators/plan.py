@@ -167,7 +167,11 @@ class Plan:
         provenance = self.provenance
         source = self.checkpoint.source
         files = [
-            {"name": _text_of(path.name), "bytes": path.stat().st_size, "sha256": hashes.get(path.name, _NO_HASH)}
+            {
+                "name": _text_of(path.name),
+                "bytes": path.stat().st_size,
+                "sha256": hashes.get(path.name, _NO_HASH),
+            }
             for path in self.hashed_files()
         ]
         weights = [str(entry["sha256"]) for entry in files[: len(source.files)]]

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from oazoo.errors import OazooError, UsageError
 from oazoo.formats.detect import open_source
-from oazoo.translators.fp8 import decode_fp8
 from oazoo.translators.convert import ConversionReport
+from oazoo.translators.fp8 import decode_fp8
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.reference import NoReferenceError, Reference, reference_for
 from oazoo.translators.translator import open_checkpoint
@@ -146,7 +146,9 @@ def check_conversion(
     with open_source(source) as opened:
         checkpoint = decode_fp8(open_checkpoint(opened, arch, own_map=True))
         try:
-            reference = reference_for(checkpoint.source, checkpoint.naming, checkpoint.config, checkpoint.declared)
+            reference = reference_for(
+                checkpoint.source, checkpoint.naming, checkpoint.config, checkpoint.declared
+            )
         except NoReferenceError as error:
             return CheckReport(why_not=str(error))
         from oazoo.zoo.load import load

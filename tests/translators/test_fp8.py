@@ -1,4 +1,4 @@
-"""FP8 weights with a scale for each block, against the definition computed apart; and the ways in which such files are broken."""
+"""FP8 weights with a scale for each block, against the definition computed apart; and such files broken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from oazoo.formats.safetensors_writer import write_safetensors
 from oazoo.translators import convert, plan
 
 #: Odd on purpose: blocks at the edges of both axes are smaller than the others.
-CONFIG = LLAMA | {"hidden_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 130}
+CONFIG = LLAMA | {
+    "hidden_size": 200,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 130,
+}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 UP = "model.layers.0.mlp.up_proj.weight"
 Array = np.ndarray[Any, Any]
@@ -129,7 +134,10 @@ def test_nan_codes_are_counted(tmp_path: Path) -> None:
     report = convert(folder_of(tmp_path / "hf", tensors), tmp_path / "m.oam")
     assert [(t.target, t.nan, t.infinite) for t in report.nonfinite] == [("layers.0.mlp.up.weight", 2, 0)]
     with open_source(tmp_path / "m.oam") as source:
-        assert np.argwhere(np.isnan(source["layers.0.mlp.up.weight"].numpy())).tolist() == [[0, 0], [129, 199]]
+        assert np.argwhere(np.isnan(source["layers.0.mlp.up.weight"].numpy())).tolist() == [
+            [0, 0],
+            [129, 199],
+        ]
 
 
 def test_half_the_size_on_request(tmp_path: Path) -> None:

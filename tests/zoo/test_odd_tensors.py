@@ -1,4 +1,4 @@
-"""Odd tensors through every command: names over 127 bytes, scalars, empty axes, rank 8, rows of any length, NaN and infinity."""
+"""Odd tensors through every command: long names, scalars, empty axes, rank 8, rows of any length, NaN and infinity."""
 
 from __future__ import annotations
 
@@ -93,12 +93,33 @@ def test_quantize_packs_what_can_be_packed(to: str, top: int, files: Path) -> No
 
 
 def test_keep_takes_full_names(files: Path, tmp_path: Path) -> None:
-    run("quantize", files / "raw.oam", "-o", tmp_path / "k.oam", "--to", "q8", "--keep", LONG, "--keep", "*.other")
+    run(
+        "quantize",
+        files / "raw.oam",
+        "-o",
+        tmp_path / "k.oam",
+        "--to",
+        "q8",
+        "--keep",
+        LONG,
+        "--keep",
+        "*.other",
+    )
     with open_source(tmp_path / "k.oam") as source:
         assert source[LONG].info.encoding == "f32" and source[TWIN].info.encoding == "f16"
         assert source["名" * 60].info.encoding == "q8"
     result = CliRunner().invoke(
-        main, ["quantize", str(files / "raw.oam"), "-o", str(tmp_path / "l.oam"), "--to", "q8", "--keep", LONG[:100]]
+        main,
+        [
+            "quantize",
+            str(files / "raw.oam"),
+            "-o",
+            str(tmp_path / "l.oam"),
+            "--to",
+            "q8",
+            "--keep",
+            LONG[:100],
+        ],
     )
     assert result.exit_code == 2 and "matches no tensor" in result.output
 
