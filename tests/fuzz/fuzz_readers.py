@@ -10,6 +10,7 @@ input's bytes, and a constant.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,8 +28,8 @@ with atheris.instrument_imports(include=["oazoo"], enable_loader_override=False)
 LONGEST = 1 << 14
 #: Memory is traced at every one of so many runs, because tracing makes a run three times as long.
 MEASURED = 4
-#: Larger inputs than this are not kept in the repository.
-KEPT = 1 << 13
+#: Bytes that one run may add to the corpus of a reader.
+KEPT = 14_000
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
             "-print_final_stats=1",
             f"-artifact_prefix={found.parent}/{reader}-",
             *rest,
-            *([] if any(not option.startswith("-") for option in rest) else [str(found), str(corpus)]),
+            *([] if any("-merge" in option for option in rest) else [str(found), str(corpus)]),
         ],
     )
     return 0
@@ -81,7 +82,8 @@ def fuzz(reader: str, options: list[str]) -> None:
     # Once before measuring, for what is imported late.
     for path in sorted((HERE / "corpus" / reader).iterdir()):
         target(path.read_bytes(), folder)
-    atheris.Setup([sys.argv[0], *options], once)
+    # A merge runs this program again by its first argument, through a shell.
+    atheris.Setup([f"{sys.executable} {HERE / 'fuzz_readers.py'} {reader} 0", *options], once)
     atheris.Fuzz()
 
 
@@ -107,9 +109,13 @@ def _minimise(corpus: Path, found: Path) -> int:
         done = subprocess.run(command)
         if done.returncode:
             return done.returncode
-        for path in merged.iterdir():
-            if path.stat().st_size <= KEPT:
-                path.replace(corpus / path.name)
+        known = {path.read_bytes() for path in corpus.iterdir()}
+        added = [path for path in merged.iterdir() if path.read_bytes() not in known]
+        size = 0
+        for path in sorted(added, key=lambda path: path.stat().st_size):
+            size += path.stat().st_size
+            if size <= KEPT:
+                shutil.move(path, corpus / path.name)
     return 0
 
 
