@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             f"-max_total_time={seconds}",
             f"-max_len={LONGEST}",
             "-timeout=10",
-            "-rss_limit_mb=768",
+            "-rss_limit_mb=2048",
             "-print_final_stats=1",
             f"-artifact_prefix={found.parent}/{reader}-",
             *rest,

@@ -187,7 +187,9 @@ def test_a_folder_that_refuses() -> None:
         script = (
             "import os, sys\n"
             "from oazoo.cli import main\n"
-            "import oazoo.zoo.convert, oazoo.translators.convert\n"
+            "from click.testing import CliRunner\n"
+            # Everything that a failure needs is loaded before the rights to read it are given up.
+            "CliRunner().invoke(main, [*sys.argv[1:-1], '/no/such/folder/m.oam'])\n"
             "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
             "main()\n"
         )
