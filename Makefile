@@ -6,7 +6,7 @@ PYTEST := $(PYTHON_IN_VENV) -m pytest -n auto --maxprocesses=4
 DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
 	--ignore=tests/zoo/pull
 
-.PHONY: help setup demo test lint typecheck imports format shaders bench bench-quality test-validation test-portable test-mesa22 clean
+.PHONY: help setup demo test lint typecheck imports format shaders fuzz bench bench-quality test-validation test-portable test-mesa22 clean
 
 help:
 	@echo 'make setup            .venv with oazoo and its tools, and a Vulkan driver when no device answers'
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-mesa22      the device tests on Debian 12'"'"'s own Mesa 22.3'
 	@echo 'make lint typecheck imports format    one check at a time; format also mends'
 	@echo 'make shaders          compile shaders/*.slang to shaders/spirv'
+	@echo 'make fuzz READER=…    ten minutes of one reader under a fuzzer; SECONDS=… for another time'
 	@echo 'make bench            the numbers of docs/performance.md'
 	@echo 'make bench-quality    perplexity and divergence of SmolLM2, quantised in each way (minutes)'
 	@echo 'make clean            remove what these targets built, but not .venv'
@@ -46,6 +47,13 @@ imports: setup
 
 shaders: setup
 	@$(PYTHON_IN_VENV) -m oazoo.shaders.compile
+
+# In a process of the lowest priority; see tests/README.md.
+READER ?= safetensors
+SECONDS ?= 600
+fuzz: setup
+	@$(PYTHON_IN_VENV) -m pip install --quiet -r tests/fuzz/requirements.txt
+	@nice -n 19 $(PYTHON_IN_VENV) tests/fuzz/fuzz_readers.py $(READER) $(SECONDS)
 
 bench: setup
 	@$(PYTHON_IN_VENV) tools/bench.py

@@ -138,8 +138,14 @@ class ConversionReport:
             )
         else:
             lines.append("no value was changed")
-        for tensor in self.nonfinite:
-            lines.append(f"{tensor.target} holds {tensor.nan} NaN and {tensor.infinite} infinite values")
+        for (source, kind), count in self._widened().items():
+            lines.append(f"{count} tensors of {source} became {kind}, which holds every value")
+        if self.nonfinite:
+            nan, infinite = sum(t.nan for t in self.nonfinite), sum(t.infinite for t in self.nonfinite)
+            names = some([tensor.target for tensor in self.nonfinite])
+            lines.append(
+                f"{len(self.nonfinite)} tensors hold {nan} NaN and {infinite} infinite values: {names}"
+            )
         reasons: dict[str, list[str]] = {}
         for name, reason in self.ignored:
             reasons.setdefault(reason, []).append(name)
@@ -150,6 +156,16 @@ class ConversionReport:
             )
         return lines + list(self.notes)
 
+    def _widened(self) -> dict[tuple[str, str], int]:
+        """How many tensors of 8-bit floats became which wider type."""
+        found: dict[tuple[str, str], int] = {}
+        for tensor in self.tensors:
+            small = [kind for kind in tensor.source_encodings if kind.startswith("f8_")]
+            if small and tensor.encoding not in small and not tensor.rounded:
+                key = small[0], tensor.encoding
+                found[key] = found.get(key, 0) + 1
+        return found
+
     def rounded_groups(self) -> list[tuple[str, str, str, int, float]]:
         """What was rounded, the same weight of all layers together: name (``*`` for the layer), from, to, tensors, error."""
         groups: dict[tuple[str, str, str], list[float]] = {}
@@ -158,6 +174,22 @@ class ConversionReport:
             kinds = ", ".join(dict.fromkeys(tensor.source_encodings))
             groups.setdefault((name, kinds, tensor.encoding), []).append(tensor.max_error)
         return [(*key, len(errors), max(errors)) for key, errors in groups.items()]
+
+    def nonfinite_table(self) -> Table:
+        """The tensors that hold NaN or infinity as a table for people, a line for each."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="Not finite", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("tensor", overflow="fold")
+        for heading in ("NaN", "infinite"):
+            table.add_column(heading, justify="right")
+        for tensor in self.nonfinite:
+            table.add_row(
+                *(Text(cell) for cell in (tensor.target, f"{tensor.nan:,}", f"{tensor.infinite:,}"))
+            )
+        return table
 
     def table(self) -> Table:
         """The rounded tensors as a table for people, a line for the same weight of all layers."""

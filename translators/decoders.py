@@ -51,7 +51,21 @@ GGUF_NAMES: Mapping[str, str] = {
     "mlp.down": "ffn_down",
     "mlp_post_norm": "post_ffw_norm",
 }
-HF_IGNORED = (Ignored(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", INVERSE_FREQUENCIES),)
+#: What attention computes by itself and some checkpoints store all the same, under names of several ages.
+HF_IGNORED = (
+    Ignored(r"(\w+\.)*rotary_emb(_local)?\.(original_)?inv_freq", INVERSE_FREQUENCIES),
+    Ignored(
+        r"(\w+\.)*rotary_emb(_local)?\.(cos|sin)_cached", "rotary cosines and sines: computed from the config"
+    ),
+    Ignored(
+        r"(\w+\.)*layers\.\d+\.(self_attn|attention)\.bias|(\w+\.)?causal_mask",
+        "causal mask: made by the attention itself",
+    ),
+    Ignored(
+        r"(\w+\.)*layers\.\d+\.(self_attn|attention)\.masked_bias",
+        "the value of masked scores: made by the attention itself",
+    ),
+)
 GGUF_IGNORED = (
     Ignored(
         r"rope_(freqs|factors_long|factors_short)\.weight", "rotary frequency factors: carried in the config"

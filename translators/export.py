@@ -29,11 +29,13 @@ from oazoo.formats.streamed import StreamedTensor, as_bytes
 from oazoo.translators.convert import ConversionReport, Progress, TensorReport, tensor_report
 from oazoo.translators.engine import Measured
 from oazoo.translators.export_plan import ExportPlan, plan_export, provenance_texts, stream_out
+from oazoo.translators.export_raw import is_raw, write_raw
 from oazoo.translators.exporter import NAMINGS, check_same_model
 from oazoo.translators.gguf_tokenizer_out import gguf_text_settings
 from oazoo.translators.hf_files import hf_files
 from oazoo.translators.onnx_ours import asset_texts
 from oazoo.translators.own_map import OwnMap
+from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.translator import open_checkpoint
 
 #: As the Hugging Face libraries cut models by default.
@@ -129,6 +131,25 @@ def export(
     if external and container != "onnx":
         raise UsageError("only an ONNX graph can have its weights in a file beside it (--external)")
     with nullcontext(source) if isinstance(source, OamSource) else as_model(open_source(source)) as model:
+        if is_raw(model) and container == "safetensors" and own is None:
+            named = Path(output)
+            reports, files, notes = write_raw(
+                model, named, dtype=dtype, overwrite=overwrite, progress=progress
+            )
+            shapes = {name: tensor.info.shape for name, tensor in model.items()}
+            record = model.metadata.get("source")
+            return ExportReport(
+                named,
+                sum(files.values()),
+                "raw",
+                RawConfig(shapes),
+                tuple(reports),
+                (),
+                (*model.notes, *notes),
+                record if isinstance(record, Mapping) else {},
+                container,
+                files,
+            )
         plan = plan_export(model, container, dtype, with_tokenizer=with_tokenizer, own=own)
         work = _Export(plan, progress)
         named = Path(output)

@@ -18,6 +18,7 @@ from oazoo.formats.source import TensorInfo
 from oazoo.translators.assets import Assets
 from oazoo.translators.carried import generation_defaults, special_tokens
 from oazoo.translators.engine import CHUNK, DTYPES, Measured, TensorPlan, how_made, stream
+from oazoo.translators.export_raw import is_raw
 from oazoo.translators.exporter import NAMINGS, Outgoing, check_reads_back, outgoing
 from oazoo.translators.plan import weights_table
 from oazoo.translators.rules import Rule, invert
@@ -137,6 +138,11 @@ def plan_export(
     if not source.metadata:
         raise TranslationError(
             f"{source.path}: was not converted by oazoo, so nothing in it says which model its tensors make"
+        )
+    if is_raw(source):
+        raise TranslationError(
+            f"{source.path}: holds tensors without a model (it was converted with --arch raw), so there is no map to plan; "
+            "they can be written under their own names: oazoo export … -o OUT.safetensors"
         )
     try:
         config = config_from_json(source.metadata.get("family"), source.metadata.get("model"))

@@ -14,8 +14,8 @@ from oazoo.translators.decoders import (
     GGUF_IGNORED,
     GGUF_NAMES,
     GGUF_NEUTRAL,
+    HF_IGNORED,
     HF_NEUTRAL,
-    INVERSE_FREQUENCIES,
     decoder_rules,
     gguf_gelu,
     gguf_sizes,
@@ -31,7 +31,7 @@ from oazoo.translators.decoders_out import gguf_outgoing, hf_settings, require, 
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.rope import hf_rope, hf_rotary_dim
 from oazoo.translators.rope_out import rotary_share
-from oazoo.translators.rules import Identity, Ignored, Interleaved, Rule, Slice, Transform
+from oazoo.translators.rules import Identity, Interleaved, Rule, Slice, Transform
 from oazoo.translators.translator import Checkpoint, Translation, Translator
 
 _QKV = ("attn.q", "attn.k", "attn.v")
@@ -47,12 +47,6 @@ _HF_NAMES = {
     "mlp.down": "mlp.dense_4h_to_h",
 }
 _GGUF_NAMES = {**GGUF_NAMES, **dict.fromkeys(_QKV, "attn_qkv")}
-_IGNORED = (
-    Ignored(
-        r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)", "causal mask: made by the attention itself"
-    ),
-    Ignored(r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq", INVERSE_FREQUENCIES),
-)
 _FORM = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 _STATED = (*_FORM, "activation", "rotary_dim", "parallel_residual", "attention_bias", "attention_output_bias")
 
@@ -99,7 +93,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
         **_FORM,  # type: ignore[arg-type]
     )
     ignored, equal = tied_copy(config, checkpoint, "embed_out", "gpt_neox.embed_in")
-    return Translation(config, _hf_rules(config), [*_IGNORED, *ignored], notes, equal)
+    return Translation(config, _hf_rules(config), [*HF_IGNORED, *ignored], notes, equal)
 
 
 def _translate_gguf(checkpoint: Checkpoint) -> Translation:

@@ -15,7 +15,10 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"\.(SCB|weight_format)$|\.(absmax|quant_map|nested_absmax|quant_state\..*)$"),
         "bitsandbytes",
     ),
-    (re.compile(r"\.(weight_scale_inv|weight_scale|input_scale|scale_inv)$"), "FP8 with separate scales"),
+    (
+        re.compile(r"\.(weight_scale|input_scale|output_scale|[kv]_scale|scale_inv)$"),
+        "FP8 with one scale a tensor",
+    ),
     (re.compile(r"\.(weight_packed|weight_shape|weight_zero_point)$"), "compressed-tensors"),
     (re.compile(r"\.(scales|biases)$"), "MLX, or another scheme with separate scales"),
 )
@@ -26,7 +29,7 @@ _ADVICE = (
 
 
 def refuse_packed(checkpoint: Checkpoint) -> None:
-    """Refuse a Hugging Face checkpoint whose weights are packed.
+    """Refuse a Hugging Face checkpoint whose weights are packed (FP8 in blocks has been decoded by then).
 
     Raises:
         TranslationError: names the scheme and what to do.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.assets import Assets
 from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check
+from oazoo.translators.fp8 import decode_fp8
 from oazoo.translators.gguf_tokenizer import gguf_assets
 from oazoo.translators.hf_assets import hf_assets
 from oazoo.translators.onnx_ours import our_assets, our_provenance
@@ -165,7 +167,11 @@ class Plan:
         provenance = self.provenance
         source = self.checkpoint.source
         files = [
-            {"name": path.name, "bytes": path.stat().st_size, "sha256": hashes.get(path.name, _NO_HASH)}
+            {
+                "name": _text_of(path.name),
+                "bytes": path.stat().st_size,
+                "sha256": hashes.get(path.name, _NO_HASH),
+            }
             for path in self.hashed_files()
         ]
         weights = [str(entry["sha256"]) for entry in files[: len(source.files)]]
@@ -267,6 +273,7 @@ def plan(
         if own and arch == "raw":
             raise UsageError("a map of your own and --arch raw exclude each other")
         checkpoint = open_checkpoint(opened, arch, own_map=bool(own))
+        checkpoint = decode_fp8(checkpoint)
         refuse_packed(checkpoint)
         translator = choose(checkpoint, arch, own)
         translation = translator.translate(checkpoint)
@@ -313,7 +320,12 @@ def _version() -> str:
 
 def _own_name(checkpoint: Checkpoint) -> str:
     path = checkpoint.folder or checkpoint.source.path
-    return _stated(checkpoint, "name") or path.resolve().name
+    return _stated(checkpoint, "name") or _text_of(path.resolve().name)
+
+
+def _text_of(name: str) -> str:
+    """A file's name as text for a file: its bytes need not be text, nor the locale able to tell."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 def _stated(checkpoint: Checkpoint, key: str) -> str | None:

@@ -140,6 +140,8 @@ def command(
         return status
     if report.rounded:
         stdout_console().print(report.table())
+    if report.nonfinite:
+        stdout_console().print(report.nonfinite_table())
     say(
         f"{output}: {report.translator} → {report.config.family} in {format_duration(time.perf_counter() - start)}"
     )

@@ -109,6 +109,8 @@ def command(
         return
     if report.rounded:
         stdout_console().print(report.table())
+    if report.nonfinite:
+        stdout_console().print(report.nonfinite_table())
     say(
         f"{output}: {report.config.family} → {report.container} ({report.translator}) in "
         f"{format_duration(time.perf_counter() - start)}, read again and compared"

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from oazoo.errors import OazooError, UsageError
 from oazoo.formats.detect import open_source
 from oazoo.translators.convert import ConversionReport
+from oazoo.translators.fp8 import decode_fp8
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.reference import NoReferenceError, Reference, reference_for
 from oazoo.translators.translator import open_checkpoint
@@ -143,9 +144,11 @@ def check_conversion(
     if why:
         return CheckReport(why_not=why)
     with open_source(source) as opened:
-        checkpoint = open_checkpoint(opened, arch, own_map=True)
+        checkpoint = decode_fp8(open_checkpoint(opened, arch, own_map=True))
         try:
-            reference = reference_for(opened, checkpoint.naming, checkpoint.config, checkpoint.declared)
+            reference = reference_for(
+                checkpoint.source, checkpoint.naming, checkpoint.config, checkpoint.declared
+            )
         except NoReferenceError as error:
             return CheckReport(why_not=str(error))
         from oazoo.zoo.load import load

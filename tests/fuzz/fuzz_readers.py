@@ -10,6 +10,7 @@ input's bytes, and a constant.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,8 +28,9 @@ with atheris.instrument_imports(include=["oazoo"], enable_loader_override=False)
 LONGEST = 1 << 14
 #: Memory is traced at every one of so many runs, because tracing makes a run three times as long.
 MEASURED = 4
-#: Larger inputs than this are not kept in the repository.
-KEPT = 1 << 13
+#: Bytes and files that one run may add to the corpus of a reader.
+KEPT = 14_000
+MOST = 40
 
 
 def main(arguments: list[str]) -> int:
@@ -48,11 +50,11 @@ def main(arguments: list[str]) -> int:
             f"-max_total_time={seconds}",
             f"-max_len={LONGEST}",
             "-timeout=10",
-            "-rss_limit_mb=768",
+            "-rss_limit_mb=2048",
             "-print_final_stats=1",
             f"-artifact_prefix={found.parent}/{reader}-",
             *rest,
-            *([] if any(not option.startswith("-") for option in rest) else [str(found), str(corpus)]),
+            *([] if any("merge" in option for option in rest) else [str(found), str(corpus)]),
         ],
     )
     return 0
@@ -81,7 +83,8 @@ def fuzz(reader: str, options: list[str]) -> None:
     # Once before measuring, for what is imported late.
     for path in sorted((HERE / "corpus" / reader).iterdir()):
         target(path.read_bytes(), folder)
-    atheris.Setup([sys.argv[0], *options], once)
+    # A merge runs this program again by its first argument, through a shell.
+    atheris.Setup([f"{sys.executable} {HERE / 'fuzz_readers.py'} {reader} 0", *options], once)
     atheris.Fuzz()
 
 
@@ -107,9 +110,14 @@ def _minimise(corpus: Path, found: Path) -> int:
         done = subprocess.run(command)
         if done.returncode:
             return done.returncode
-        for path in merged.iterdir():
-            if path.stat().st_size <= KEPT:
-                path.replace(corpus / path.name)
+        known = {path.read_bytes() for path in corpus.iterdir()}
+        added = [path for path in merged.iterdir() if path.read_bytes() not in known]
+        added.sort(key=lambda path: path.stat().st_size)
+        size = 0
+        for path in added[:: -(-len(added) // MOST) or 1]:  # of all sizes, when there are too many
+            size += path.stat().st_size
+            if size <= KEPT:
+                shutil.move(path, corpus / path.name)
     return 0
 
 

@@ -190,7 +190,8 @@ def test_two_tensors_of_one_name_in_gguf(tmp_path: Path) -> None:
         (["qweight", "qzeros", "scales", "g_idx"], "GPTQ"),
         (["weight", "SCB"], "bitsandbytes"),
         (["weight", "scales", "biases"], "MLX"),
-        (["weight", "weight_scale_inv"], "FP8"),
+        (["weight", "weight_scale"], "FP8"),
+        (["weight", "weight_scale_inv"], "has a scale, but is i32"),
     ],
 )
 def test_packed_checkpoints_are_recognised_at_once(tmp_path: Path, names: list[str], scheme: str) -> None:
