@@ -7,8 +7,8 @@ import struct
 from pathlib import Path
 
 from oazoo.errors import FormatError
-from oazoo.formats.gguf import GgufSource
 from oazoo.formats.gguf_metadata import MAGIC as GGUF_MAGIC
+from oazoo.formats.gguf_split import open_gguf
 from oazoo.formats.hf_folder import ShardedSource, find_weights
 from oazoo.formats.mapped import MappedFile, open_regular
 from oazoo.formats.oam import OamSource
@@ -44,7 +44,7 @@ def open_source(path: Path | str) -> WeightSource:
     with open_regular(path) as file:
         head = file.read(_HEAD)
     if head.startswith(GGUF_MAGIC):
-        return GgufSource(path)
+        return open_gguf(path)
     if head.startswith(struct.pack("<I", OAM_MAGIC)):
         return OamSource(path)
     if _looks_like_safetensors(head):

@@ -24,12 +24,14 @@ _STEP = 1 << 16
 class GgufSource(WeightSource):
     """One GGUF file. ``metadata`` is its key/values as plain Python values, in file order.
 
+    It may be one part of a model in several files: :func:`oazoo.formats.gguf_split.open_gguf` opens them together.
+
     Shapes are outermost first. A tensor of a type that cannot be decoded is listed all the same (``gguf.q8_k``,
     ``gguf.type_200``); asking for its values is an error that names the type. The size of a type that nobody has published
     is not known: ``nbytes`` is then the space up to the next tensor.
 
     Raises:
-        FormatError: the file breaks a rule of the format, is big-endian, of version 1, or one part of a split model.
+        FormatError: the file breaks a rule of the format, is big-endian, or of version 1.
         UsageError: there is no such file.
     """
 
@@ -41,7 +43,6 @@ class GgufSource(WeightSource):
         self._file = MappedFile(self.path)
         try:
             head = read_head(self._file)
-            _refuse_split(self.path, head)
             self.version = head.version
             self.alignment = head.alignment
             self.metadata = MappingProxyType(head.metadata)
@@ -52,17 +53,6 @@ class GgufSource(WeightSource):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _refuse_split(path: Path, head: GgufHead) -> None:
-    count, number = head.metadata.get("split.count", 1), head.metadata.get("split.no", 0)
-    if type(count) is not int or type(number) is not int:
-        raise FormatError(f"{path}: split.count and split.no must be whole numbers")
-    if count not in (0, 1):
-        raise FormatError(
-            f"{path}: is part {number + 1} of a GGUF model split into {count} files, which is not supported; "
-            "join them with: llama-gguf-split --merge FIRST-PART OUT.gguf"
-        )
 
 
 def _place(file: MappedFile, head: GgufHead) -> dict[str, MappedTensor]:
@@ -100,7 +90,7 @@ def _place(file: MappedFile, head: GgufHead) -> dict[str, MappedTensor]:
                 f"{what}: hole of {tensor.offset - position} bytes before it (byte {tensor.offset} of the data)"
             )
         position, previous = end, tensor.name
-    _check_tail(file, start + position, alignment)
+    _check_tail(file, start + position if head.tensors else head.end, alignment)
     return {
         tensor.name: MappedTensor(infos[tensor.name], file, start + tensor.offset) for tensor in head.tensors
     }
@@ -134,8 +124,12 @@ def _check_tail(file: MappedFile, end: int, alignment: int) -> None:
         any(file.read(start, min(_STEP, file.size - start))) for start in range(end, file.size, _STEP)
     ):
         return
-    joined = file.read(end, min(extra, padding + len(MAGIC))).endswith(MAGIC)
-    hint = "several GGUF files joined end to end" if joined else "the file is damaged or was appended to"
+    joined = MAGIC in file.read(end, min(extra, min(alignment, _STEP) + len(MAGIC)))
+    hint = (
+        "several GGUF files joined end to end; the parts of a split model stay as they are, open the first"
+        if joined
+        else "the file is damaged or was appended to"
+    )
     raise FormatError(
         f"{file.path}: {extra} bytes after the last tensor (from byte {end}) belong to nothing: {hint}"
     )

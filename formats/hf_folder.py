@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from oazoo.errors import FormatError, OazooError, UsageError
+from oazoo.formats.gguf_split import first_part
 from oazoo.formats.mapped import MappedFile
 from oazoo.formats.messages import quoted, some
 from oazoo.formats.safetensors import SafetensorsSource
@@ -100,6 +101,10 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
     candidates = candidates or [path for path in files if path.suffix == ".safetensors"]
     candidates = candidates or [path for path in files if path.suffix in (".gguf", ".oam")]
     candidates = candidates or [path for path in files if path.suffix == ".onnx"]
+    # The parts of one split model are one set of weights.
+    whole = first_part([path.name for path in candidates])
+    if whole is not None:
+        candidates, files = [folder / whole], [path for path in files if path not in candidates]
     pickles = [path.name for path in files if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if len(candidates) == 1:
         chosen = candidates[0]

@@ -2,6 +2,10 @@
 
 A file is mapped in windows, on demand, and a window is unmapped when the last view of it is gone. Address space in use is
 so about what is in use, not the size of the file, which matters under a limit on virtual memory.
+
+A file that changes while it is open is told by its size and its time of change, whenever bytes of it are asked for. Values
+that are read in pieces are read and not mapped, because the system ends a process that touches a mapped page which a file
+has lost; only a view that was handed out before, by ``raw`` or ``numpy``, is exposed to that.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +44,11 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open_regular(path)
-        self.size = os.fstat(self._file.fileno()).st_size
+        self._stamp = _stamp(os.fstat(self._file.fileno()))
+        self.size = self._stamp[0]
         grain = mmap.ALLOCATIONGRANULARITY
         self._window = -(-max(_SMALLEST_WINDOW, self.size // _MOST_WINDOWS) // grain) * grain
+        self._position = threading.Lock()
         self._windows: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
     @contextmanager
@@ -61,19 +68,33 @@ class MappedFile:
             raise FormatError(
                 f"{self.path}: cut short: {size} bytes at offset {offset} lie outside the file of {self.size} bytes"
             )
-        self._check_open()
+        self._check_usable()
         try:
-            self._file.seek(offset)
-            data = self._file.read(size)
+            data = self._read(offset, size)
         except OSError as error:
             raise OazooError(f"{self.path}: cannot be read: {error.strerror}") from error
         if len(data) != size:
             raise FormatError(f"{self.path}: changed while it was read: the file is shorter than it was")
         return data
 
+    def _read(self, offset: int, size: int) -> bytes:
+        if not hasattr(os, "pread"):  # Windows
+            with self._position:
+                self._file.seek(offset)
+                return self._file.read(size)
+        handle = self._file.fileno()
+        data = os.pread(handle, size, offset)
+        if len(data) == size or not data:
+            return data
+        pieces = [data]  # one call gives 2 GiB at most
+        while data and (left := size - sum(map(len, pieces))):
+            data = os.pread(handle, left, offset + size - left)
+            pieces.append(data)
+        return b"".join(pieces)
+
     def view(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
         """A read-only view of ``[offset, offset + size)``, which lies inside the file."""
-        self._check_open()
+        self._check_usable()
         if size == 0:
             empty = np.empty(0, np.uint8)
             empty.flags.writeable = False
@@ -94,9 +115,15 @@ class MappedFile:
         """Give up the file. Views handed out stay valid."""
         self._file.close()
 
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
         if self._file.closed:
             raise OazooError(f"{self.path}: has been closed; open it again to read more tensors")
+        size, changed = _stamp(os.fstat(self._file.fileno()))
+        if size != self.size:
+            what = "shorter" if size < self.size else "longer"
+            raise FormatError(f"{self.path}: changed while it was read: the file is {what} than it was")
+        if changed != self._stamp[1]:
+            raise FormatError(f"{self.path}: changed while it was read: somebody wrote to it; try again")
 
     def _map(self, start: int, size: int) -> mmap.mmap:
         try:
@@ -107,6 +134,11 @@ class MappedFile:
             ) from error
         except OSError as error:
             raise OazooError(f"{self.path}: cannot map {size} bytes: {error.strerror}") from error
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    """What shows that a file has changed: its size and its time of change."""
+    return status.st_size, status.st_mtime_ns
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -146,15 +178,36 @@ class MappedTensor(SourceTensor):
             raise self._named(error) from error
 
     def chunks(self, elements: int) -> Iterator[npt.NDArray[Any]]:
+        encoding, count = encodings.get(self.info.encoding), self.info.numel
         try:
-            yield from encodings.get(self.info.encoding).chunks(self.raw(), self.info.numel, elements)
+            if encoding.kind not in ("dense", "gguf", "packed"):  # planes of codes and scales, or unknown
+                yield from encoding.chunks(self.raw(), count, elements)
+                return
+            step = max(1, elements // encoding.block) * encoding.block
+            for start in range(0, count, step):
+                size = min(step, count - start)
+                at = self._offset + start // encoding.block * encoding.block_bytes
+                piece = self._file.read(at, size // encoding.block * encoding.block_bytes)
+                yield from encoding.chunks(np.frombuffer(piece, np.uint8), size, size)
         except FormatError as error:
             raise self._named(error) from error
+
+    def pieces(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
+        for start in range(0, self.info.nbytes, size):
+            data = self._file.read(self._offset + start, min(size, self.info.nbytes - start))
+            yield np.frombuffer(data, np.uint8)
 
     def with_type(self, encoding: str, shape: tuple[int, ...]) -> MappedTensor:
         """The same bytes under another encoding and shape, whose size the caller has checked."""
         return MappedTensor(
             TensorInfo(self.info.name, shape, encoding, self.info.nbytes), self._file, self._offset
+        )
+
+    def with_name(self, name: str) -> MappedTensor:
+        """The same tensor under another name."""
+        info = self.info
+        return MappedTensor(
+            TensorInfo(name, info.shape, info.encoding, info.nbytes), self._file, self._offset
         )
 
     def _named(self, error: FormatError) -> FormatError:

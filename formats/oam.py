@@ -16,6 +16,7 @@ from oazoo.formats.hashing import Fnv1a64, fnv1a64
 from oazoo.formats.mapped import MappedFile, MappedTensor
 from oazoo.formats.messages import quoted
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
+from oazoo.formats.oam_names import full_names
 from oazoo.formats.oam_tensors import apply_carried, read_entries
 from oazoo.formats.source import SourceTensor, WeightSource
 from oazoo.formats.strict_json import decode_utf8, load_object
@@ -38,7 +39,7 @@ class Section:
 
 
 class OamSource(WeightSource):
-    """One ``.oam`` file; the mapping holds its weights.
+    """One ``.oam`` file; the mapping holds its weights, under their full names.
 
     Opening checks the whole structure, the checksum of header and section table, and those of Config and Progress. The
     checksums of the large sections take reading them: :meth:`verify` does that, in any thread.
@@ -71,7 +72,8 @@ class OamSource(WeightSource):
         weights = self._entries(layout.WEIGHTS)
         self.state: Mapping[str, SourceTensor] = MappingProxyType(self._entries(layout.STATE))
         carried = self.asset(layout.CARRIED_ASSET)
-        self._tensors = weights if carried is None else apply_carried(weights, carried)
+        typed = weights if carried is None else apply_carried(weights, carried)
+        self._tensors = full_names(typed, self.metadata)
         self._optimizer = self._optimizer_header()
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ class OamSource(WeightSource):
             digest = Fnv1a64()
             for start in range(0, section.size, _HASH_STEP):
                 size = min(_HASH_STEP, section.size - start)
-                digest.update(self._file.view(section.offset + start, size))
+                digest.update(self._file.read(section.offset + start, size))
                 if progress is not None:
                     progress(size)
             _compare(self.path, section, digest.value)

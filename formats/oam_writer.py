@@ -7,8 +7,8 @@ moves, payloads can come in any order and in pieces, and memory stays at one sma
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,7 +20,9 @@ from oazoo.formats import encodings
 from oazoo.formats import oam_layout as layout
 from oazoo.formats.atomic import AtomicFile, check_output, check_space, output_error
 from oazoo.formats.hashing import Fnv1a64, fnv1a64
+from oazoo.formats.messages import quoted
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
+from oazoo.formats.oam_names import stored_names, with_names
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class OamWriter:
     Args:
         path: the file to write.
         config: its Config section.
-        entries: every tensor that will be written; names are unique.
+        entries: every tensor that will be written; names are unique. Weights whose names are over 127 bytes need a config of
+            ours, which then maps the stored names to these (:mod:`oazoo.formats.oam_names`).
         assets: files that travel with the model, by name without the ``asset/`` prefix (``tokenizer.json``).
         progress: the Progress section (104 bytes if given as bytes); by default that of an untrained model.
         optimizer: the Optimizer section, if any.
@@ -83,10 +86,11 @@ class OamWriter:
         self.path = Path(path)
         self._overwrite = overwrite
         self._optimizer = optimizer
-        self._config = config.pack()
+        self._stored = stored_names(entry.name for entry in entries if entry.section == "weights")
+        self._config = replace(config, payload=with_names(config.payload, self._stored)).pack()
         self._progress = _pack_progress(progress)
         self._assets = {f"{layout.ASSET_PREFIX}{name}": data for name, data in (assets or {}).items()}
-        carried = _carried(entries)
+        carried = _carried(entries, self._stored)
         if carried:
             self._assets[layout.CARRIED_ASSET] = carried
         blobs = [OamEntry(name, (len(data),), "u8", "state") for name, data in self._assets.items()]
@@ -127,8 +131,8 @@ class OamWriter:
         position = end = 0
         for entry in entries:
             if entry.name in self._slots:
-                raise FormatError(f"{self.path}: tensor {entry.name!r} comes twice")
-            record, size = _pack_entry(entry, position)
+                raise FormatError(f"{self.path}: tensor {quoted(entry.name)} comes twice")
+            record, size = _pack_entry(entry, self._stored.get(entry.name, entry.name), position)
             table.append(record)
             self._slots[entry.name] = _Slot(blob + position, size, written=size == 0)
             end = position + size
@@ -166,17 +170,17 @@ class OamWriter:
         """
         slot = self._slots.get(name)
         if slot is None:
-            raise UsageError(f"{self.path}: {name!r} is not among the entries")
+            raise UsageError(f"{self.path}: {quoted(name)} is not among the entries")
         if slot.written and slot.size:
-            raise UsageError(f"{self.path}: {name!r} has been written already")
+            raise UsageError(f"{self.path}: {quoted(name)} has been written already")
         position = 0
         for piece in _buffers(data):
             if position + len(piece) > slot.size:
-                raise FormatError(f"{self.path}: tensor {name!r} takes {slot.size} bytes, got more")
+                raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got more")
             self._put(slot.offset + position, piece)
             position += len(piece)
         if position != slot.size:
-            raise FormatError(f"{self.path}: tensor {name!r} takes {slot.size} bytes, got {position}")
+            raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got {position}")
         slot.written = True
 
     def _put(self, offset: int, data: bytes | memoryview) -> None:
@@ -212,7 +216,7 @@ class OamWriter:
         missing = [name for name, slot in self._slots.items() if not slot.written]
         if missing:
             raise UsageError(
-                f"{self.path}: {len(missing)} tensors were never written, the first is {missing[0]!r}"
+                f"{self.path}: {len(missing)} tensors were never written, the first is {quoted(missing[0])}"
             )
         assert self._output is not None
         file = self._output.file
@@ -237,9 +241,9 @@ class OamWriter:
         self._put(0, layout.FILE_HEADER.pack(*header) + table)
 
 
-def _pack_entry(entry: OamEntry, position: int) -> tuple[bytes, int]:
-    what = f"{entry.section}: tensor {entry.name!r}"
-    name = layout.pack_text(entry.name, layout.MAX_NAME + 1, f"{entry.section}: tensor name")
+def _pack_entry(entry: OamEntry, stored: str, position: int) -> tuple[bytes, int]:
+    what = f"{entry.section}: tensor {quoted(entry.name)}"
+    name = layout.pack_text(stored, layout.MAX_NAME + 1, f"{entry.section}: tensor name")
     if not name:
         raise FormatError(f"{entry.section}: a tensor has an empty name")
     encoding = encodings.get(entry.encoding)
@@ -269,9 +273,9 @@ def _pack_entry(entry: OamEntry, position: int) -> tuple[bytes, int]:
     return layout.ENTRY.pack(name, position, size, dtype, len(shape), code, block, b"", *sizes), size
 
 
-def _carried(entries: Sequence[OamEntry]) -> bytes:
+def _carried(entries: Sequence[OamEntry], stored: Mapping[str, str]) -> bytes:
     named = {
-        entry.name: {"encoding": entry.encoding, "shape": list(entry.shape)}
+        stored.get(entry.name, entry.name): {"encoding": entry.encoding, "shape": list(entry.shape)}
         for entry in entries
         if entry.encoding in layout.CARRIED
     }

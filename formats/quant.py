@@ -143,18 +143,25 @@ _LOSSLESS: dict[str, tuple[str, int, Callable[[Bytes], tuple[Bytes, Floats]]]] =
 LOSSLESS_TARGETS: dict[str, str] = {source: target for source, (target, _, _) in _LOSSLESS.items()}
 
 
-def reencode_stream(raw: Bytes, source: str) -> Iterator[npt.NDArray[Any]]:
+def reencode_stream(raw: Bytes | Callable[[int], Iterable[Bytes]], source: str) -> Iterator[npt.NDArray[Any]]:
     """Turn the payload of a ``gguf.q8_0`` or ``gguf.q4_0`` tensor into that of Q8 or Q4, every value kept exactly.
 
-    Yields the new payload in file order; memory is bounded (the raw payload is read twice).
+    Yields the new payload in file order; memory is bounded, and the payload is read twice. ``raw`` is all of it, or gives it
+    in pieces of a number of bytes (:meth:`oazoo.formats.source.SourceTensor.pieces`).
     """
     _, size, convert = _LOSSLESS[source]
-    blocks = raw.reshape(-1, size)
-    for first in range(0, len(blocks), _STEP_BLOCKS):
-        yield np.ascontiguousarray(convert(blocks[first : first + _STEP_BLOCKS])[0]).reshape(-1)
+    step = _STEP_BLOCKS * size
+
+    def pieces() -> Iterator[Bytes]:
+        parts = raw(step) if callable(raw) else (raw[at : at + step] for at in range(0, raw.size, step))
+        for part in parts:
+            yield part.reshape(-1, size)
+
+    for blocks in pieces():
+        yield np.ascontiguousarray(convert(blocks)[0]).reshape(-1)
     sign = -1 if source == "gguf.q4_0" else 1
-    for first in range(0, len(blocks), _STEP_BLOCKS):
-        yield sign * _f16_scale(blocks[first : first + _STEP_BLOCKS])
+    for blocks in pieces():
+        yield sign * _f16_scale(blocks)
 
 
 #: ``.oam`` encodings and the GGUF encoding that can hold them, if every scale is a float16.

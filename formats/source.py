@@ -51,6 +51,11 @@ class SourceTensor(ABC):
     def raw(self) -> npt.NDArray[np.uint8]:
         """The stored bytes, as a read-only view of the mapped file ([nbytes], no copy)."""
 
+    def pieces(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """The stored bytes, as consecutive arrays of at most ``size`` each."""
+        raw = self.raw()
+        yield from (raw[start : start + size] for start in range(0, raw.size, size))
+
     @abstractmethod
     def numpy(self) -> npt.NDArray[Any]:
         """The values, of ``info.shape``.

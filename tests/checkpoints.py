@@ -197,10 +197,10 @@ def gguf_names(tensors: Mapping[str, Array], permute: bool = True) -> dict[str, 
 
 
 def write_gguf(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Array], kind: str = "F32"
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Array], kind: str = "F32", **options: Any
 ) -> Path:
     """A GGUF file; matrices are stored as ``kind`` (F32, F16, BF16, or a type that the gguf package can quantise)."""
-    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"], **options)
     for key, value in metadata.items():
         if key == "general.architecture":
             continue

@@ -24,7 +24,7 @@ HF = (
     "gpt_neox_serial",
 )
 #: What llama.cpp's fixed rules for an architecture cannot express, and the words that say so.
-NOT_GGUF = {"gemma3": "scales scores by 16\\^-0.5", "gpt_neox": "tanh form of GELU"}
+NOT_GGUF = {"gemma3": "scales scores by 16\\^-0.5", "gpt_neox_serial": "a head of its own"}
 ONNX = tuple(
     f"{name}/{file}"
     for name in ("nanogpt_script", "nanogpt_nobias_script", "nanogpt_dynamo")

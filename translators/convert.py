@@ -212,6 +212,7 @@ def convert(
     target = check_output(out, overwrite=overwrite)
     with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance, own=own) as planned:
         _check_disk(planned, target)
+        stamps = _stamps(planned)
         _check_ties(planned)
         hashes = _hashes(planned, _known_hashes(planned.provenance), progress)
         config = planned.oam_config(hashes)
@@ -232,6 +233,7 @@ def convert(
                 writer.write(tensor.target, _told(pieces, progress, done, total))
                 done += tensor.nbytes
                 reports.append(tensor_report(tensor, measured))
+            _check_unchanged(stamps)
         return ConversionReport(
             Path(out),
             writer.size,
@@ -276,6 +278,26 @@ def _check_disk(planned: Plan, target: Path) -> None:
         raise OutputError(
             f"{target}: {planned.output_bytes:,} bytes are needed, {free:,} are free; nothing was written"
         )
+
+
+def _stamps(planned: Plan) -> dict[Path, tuple[int, ...]]:
+    """What shows whether a file of the source is replaced or written to while it is read."""
+    return {path: _stamp(path) for path in planned.hashed_files()}
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _check_unchanged(stamps: Mapping[Path, tuple[int, ...]]) -> None:
+    """Refuse to publish what was made of files that are no longer what was hashed."""
+    for path, stamp in stamps.items():
+        if _stamp(path) != stamp:
+            raise FormatError(f"{path}: changed while it was converted; nothing was written. Try again")
 
 
 def _check_ties(planned: Plan) -> None:

@@ -159,6 +159,15 @@ GELU = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
+#: GGUF has no key for the form of GELU, and llama.cpp computes the tanh form. What we write says it in a key of our own.
+GGUF_GELU = "oazoo.activation"
+
+
+def gguf_gelu(meta: Settings, arch: str) -> str:
+    """The form of GELU of a GGUF file: llama.cpp's, unless the file says otherwise."""
+    forms = {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+    return one_of(meta, GGUF_GELU, "gelu_tanh", forms, f"the architecture {arch!r}")
+
 
 def hf_sizes(settings: Settings) -> dict[str, Any]:
     """The sizes that every Hugging Face decoder config has, as fields of a :class:`DecoderConfig`."""

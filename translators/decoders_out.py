@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oazoo.configs import DecoderConfig
 from oazoo.errors import TranslationError
+from oazoo.translators.decoders import GGUF_GELU
 from oazoo.translators.exporter import Outgoing
 from oazoo.translators.rope_out import gguf_rope_settings, hf_rope_settings
 from oazoo.translators.rules import Rule
@@ -44,6 +45,14 @@ def require_plain(config: DecoderConfig, *stated: str) -> None:
         require(value == field.default, f"it has no way to say {field.name} = {str(value)[:40]}")
 
 
+def require_square(config: DecoderConfig) -> None:
+    """Refuse heads that are together wider or narrower than the model."""
+    require(
+        config.num_heads * config.head_dim == config.hidden_size,
+        "its heads are together as wide as the model",
+    )
+
+
 def hf_settings(config: DecoderConfig, architecture: str, model_type: str, **own: Any) -> dict[str, Any]:
     """``config.json`` as far as Llama's relatives agree; ``own`` replaces and adds, None takes away."""
     settings = {
@@ -73,6 +82,27 @@ def hf_layer_types(config: DecoderConfig) -> list[str]:
     ]
 
 
+def gguf_window(config: DecoderConfig, arch: str) -> tuple[dict[str, Any], list[str]]:
+    """The setting of one attention window for all layers, and a note where llama.cpp does not heed it."""
+    if config.sliding_window is None:
+        return {}, []
+    require(config.layer_types is None, "its layers all have the same attention window")
+    note = (
+        f"llama.cpp lets {arch!r} models attend to everything: beyond {config.sliding_window} tokens its answers differ "
+        "from this model's"
+    )
+    return {"attention.sliding_window": config.sliding_window}, [note]
+
+
+def gguf_gelu(activation: str, arch: str) -> tuple[dict[str, Any], list[str]]:
+    """The setting that states the form of GELU in GGUF, and a note where llama.cpp computes another."""
+    require(activation in ("gelu", "gelu_tanh"), f"its activation is GELU, this model's is {activation}")
+    if activation == "gelu_tanh":
+        return {}, []
+    note = f"llama.cpp computes GELU in its tanh form for {arch!r}, this model in the exact one: its logits differ a little"
+    return {GGUF_GELU: activation}, [note]
+
+
 def gguf_outgoing(
     config: DecoderConfig,
     arch: str,
@@ -81,9 +111,10 @@ def gguf_outgoing(
     notes: Sequence[str] = (),
     *,
     norm: str = "layer_norm_rms_epsilon",
+    besides: Mapping[str, Any] | None = None,
     reads_as: DecoderConfig | None = None,
 ) -> Outgoing:
-    """GGUF metadata as far as decoders agree; ``own`` has keys without the architecture's prefix."""
+    """GGUF metadata as far as decoders agree; ``own`` has keys without the architecture's prefix, ``besides`` whole ones."""
     at = f"{arch}."
     rope, extra = gguf_rope_settings(config, arch)
     common: dict[str, Any] = {
@@ -99,5 +130,5 @@ def gguf_outgoing(
         "vocab_size": config.vocab_size,
     }
     settings: dict[str, Any] = {"general.architecture": arch}
-    settings |= {at + key: value for key, value in (common | own).items()}
+    settings |= {at + key: value for key, value in (common | own).items()} | dict(besides or {})
     return Outgoing("gguf", arch, settings | rope, rules, extra, tuple(notes), reads_as)

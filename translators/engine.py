@@ -20,7 +20,7 @@ import numpy.typing as npt
 from oazoo.errors import FormatError, TranslationError, UsageError
 from oazoo.formats import encodings, quant
 from oazoo.formats.source import SourceTensor, WeightSource
-from oazoo.translators.rules import Rule
+from oazoo.translators.rules import Offset, Rule
 from oazoo.translators.stack import Stack, Unstack, entry_values
 from oazoo.translators.translator import Checkpoint, Translation
 
@@ -59,8 +59,9 @@ class TensorPlan:
     @property
     def may_round(self) -> bool:
         """Whether values can change."""
-        return self.action == "convert" and any(
-            (source, self.encoding) not in _EXACT for source in self.source_encodings
+        return self.action == "convert" and (
+            not self.rule.transform.keeps_values
+            or any((source, self.encoding) not in _EXACT for source in self.source_encodings)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -236,7 +237,12 @@ def _choose(kinds: tuple[str, ...], rule: Rule, rank: int, dtype: str) -> tuple[
         wanted = dense.pop() if len(dense) == 1 else "f32"
     else:
         wanted = dtype
-    return wanted, "copy" if same and kinds[0] == wanted else "convert"
+    return wanted, how_made(kinds, wanted, rule)
+
+
+def how_made(kinds: tuple[str, ...], wanted: str, rule: Rule) -> str:
+    """The action that makes dense values of ``wanted`` from sources of ``kinds``."""
+    return "copy" if set(kinds) == {wanted} and rule.transform.keeps_values else "convert"
 
 
 def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterator[npt.NDArray[Any]]:
@@ -254,16 +260,24 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
         for part in _entries(plan):
             yield from stream(part, source, measured)
         return
+    if isinstance(plan.rule.transform, Offset):
+        for values in tensors[0].chunks(CHUNK):
+            yield _shifted(values, plan.rule.transform, plan, measured)
+        return
     if plan.action == "store":
-        stored = tensors[0].raw()
-        yield from (stored[start : start + 4 * CHUNK] for start in range(0, stored.size, 4 * CHUNK))
+        yield from tensors[0].pieces(4 * CHUNK)
         return
     if plan.action == "repack":
-        raw = _moved_bytes(plan, tensors)
+        scales = Measured()
+        raw = tensors[0].pieces if _as_it_is(plan) else _moved_bytes(plan, tensors)
         for piece in quant.reencode_stream(raw, plan.source_encodings[0]):
             if piece.dtype.kind == "f":
-                _count_nonfinite(piece, measured)
+                _count_nonfinite(piece, scales)
             yield piece
+        if scales.nan or scales.infinite:  # rare: then the values themselves are counted
+            for tensor in tensors:
+                for values in tensor.chunks(CHUNK):
+                    _count_nonfinite(values, measured)
         return
     for values in _values(plan, tensors):
         if plan.action == "copy":
@@ -281,10 +295,18 @@ def _entries(plan: TensorPlan) -> Iterator[TensorPlan]:
         yield TensorPlan(Rule(plan.target, (name,)), plan.shape[1:], plan.encoding, size, (kind,), action)
 
 
+def _as_it_is(plan: TensorPlan) -> bool:
+    """Whether the target is one source, element for element."""
+    return len(plan.rule.sources) == 1 and plan.rule.transform.name == "Identity"
+
+
 def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.NDArray[Any]]:
     """The target's values, flattened, in pieces, in the source's own type."""
     if isinstance(plan.rule.transform, Unstack):
         yield from entry_values(tensors[0], plan.rule.transform, CHUNK)
+        return
+    if _as_it_is(plan):
+        yield from tensors[0].chunks(CHUNK)
         return
     same = len(set(plan.source_encodings)) == 1
     kinds = [encodings.get(kind) for kind in plan.source_encodings]
@@ -294,9 +316,6 @@ def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.N
         raw = _moved_bytes(plan, tensors)
         encoding = encodings.get(plan.source_encodings[0])
         yield from encoding.chunks(raw, encodings.numel(plan.shape), CHUNK)
-        return
-    if len(tensors) == 1 and plan.rule.transform.name == "Identity":
-        yield from tensors[0].chunks(CHUNK)
         return
     arrays = [tensor.numpy() for tensor in tensors]
     if not same:
@@ -323,23 +342,37 @@ def _cast(values: npt.NDArray[Any], plan: TensorPlan, measured: Measured) -> npt
             return result
         # Differences of a float and its rounded neighbour are exact in the wider type.
         wide = np.float64 if values.dtype == np.float64 else np.float32
-        exact = values.astype(wide, copy=False)
-        error = np.abs(exact - result.astype(wide))
-        largest = float(error.max(initial=0.0))
-        if not np.isfinite(largest):
-            finite = np.isfinite(exact)
-            lost = finite & ~np.isfinite(result.astype(wide))
-            if lost.any():
-                value = float(exact[lost][0])
-                raise TranslationError(
-                    f"{', '.join(plan.rule.sources)}: the value {value:.6g} does not fit {plan.encoding}; "
-                    "convert with a dtype of wider range, such as --dtype f32 or bf16"
-                )
-            _count_nonfinite(exact, measured)
-            largest = float(error[finite].max(initial=0.0))
+        _measure(values.astype(wide, copy=False), result.astype(wide), plan, measured)
+    return result
+
+
+def _shifted(
+    values: npt.NDArray[Any], offset: Offset, plan: TensorPlan, measured: Measured
+) -> npt.NDArray[Any]:
+    """Sums, measured by how far taking the offset off again leads from where they began."""
+    with np.errstate(all="ignore"):
+        result: npt.NDArray[Any] = offset.apply([values]).astype(encodings.get(plan.encoding).dtype)
+        _measure(values.astype(np.float64), result.astype(np.float64) - offset.amount, plan, measured)
+    return result
+
+
+def _measure(exact: npt.NDArray[Any], found: npt.NDArray[Any], plan: TensorPlan, measured: Measured) -> None:
+    """Note how far ``found`` is from ``exact``; a finite value that became infinite is an error."""
+    error = np.abs(exact - found)
+    largest = float(error.max(initial=0.0))
+    if not np.isfinite(largest):
+        finite = np.isfinite(exact)
+        lost = finite & ~np.isfinite(found)
+        if lost.any():
+            value = float(exact[lost][0])
+            raise TranslationError(
+                f"{', '.join(plan.rule.sources)}: the value {value:.6g} does not fit {plan.encoding}; "
+                "convert with a dtype of wider range, such as --dtype f32 or bf16"
+            )
+        _count_nonfinite(exact, measured)
+        largest = float(error[finite].max(initial=0.0))
     measured.max_error = max(measured.max_error, largest)
     measured.rounded = measured.rounded or largest > 0
-    return result
 
 
 #: Bits of infinity in the 2-byte floats; any larger magnitude is NaN. Integers compare several times faster.

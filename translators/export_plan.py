@@ -17,7 +17,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.source import TensorInfo
 from oazoo.translators.assets import Assets
 from oazoo.translators.carried import generation_defaults, special_tokens
-from oazoo.translators.engine import CHUNK, DTYPES, Measured, TensorPlan, stream
+from oazoo.translators.engine import CHUNK, DTYPES, Measured, TensorPlan, how_made, stream
 from oazoo.translators.exporter import NAMINGS, Outgoing, check_reads_back, outgoing
 from oazoo.translators.plan import weights_table
 from oazoo.translators.rules import Rule, invert
@@ -206,9 +206,7 @@ def _plan_tensor(
                 f"{', '.join((*_DENSE, *quant.CODE_BYTES))}"
             )
     encoding = _encoding(source, rule, shape, kinds, container, dtype, loose)
-    action = "copy" if set(kinds) == {encoding} else "convert"
-    if encoding.startswith("gguf."):
-        action = "pack"
+    action = "pack" if encoding.startswith("gguf.") else how_made(kinds, encoding, rule)
     return TensorPlan(rule, shape, encoding, encodings.get(encoding).bytes_for(shape), kinds, action)
 
 

@@ -38,7 +38,7 @@ from oazoo.translators.decoders_out import hf_layer_types as layer_types_out
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.rope import hf_rope
 from oazoo.translators.rope_out import hf_rope_settings
-from oazoo.translators.rules import Identity, Offset, Rule, Transform
+from oazoo.translators.rules import Identity, Ignored, Offset, Rule, Transform
 from oazoo.translators.settings import Settings
 from oazoo.translators.translator import Checkpoint, Translation, Translator
 
@@ -53,6 +53,36 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _LARGE = {"gemma2": 46, "gemma3": 62}
 _PERIOD = {"gemma2": 2, "gemma3": 6}
 _LOCAL_THETA = 10000.0
+#: The name of Gemma 3 with its vision tower, and the tensors of that.
+_SEES = "Gemma3ForConditionalGeneration"
+_VISION = Ignored(
+    r"(model\.)?(vision_tower|multi_modal_projector)\..*", "sees images: only the language model is taken"
+)
+#: What transformers takes for a setting that a config leaves out; published configs of Gemma 3 leave out most. Null is
+#: a value for some: no cap, no window.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "vocab_size": 256000,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
+}
+_NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
 #: Fields beyond Llama's that both generations state, or fix to one value.
 _STATED = (
     "norm_offset",
@@ -77,23 +107,54 @@ def _scale(scalar: float, head_dim: int) -> float | None:
     return None if math.isclose(scalar, head_dim, rel_tol=1e-9) else scalar**-0.5
 
 
-def _translate_hf(checkpoint: Checkpoint) -> Translation:
+def _text_settings(checkpoint: Checkpoint) -> tuple[Settings, str]:
+    """Settings of the language model, with transformers' defaults for those it leaves out; and the generation."""
     settings = checkpoint.settings()
     kind = "gemma3" if str(settings.get("model_type")).startswith("gemma3") else "gemma2"
+    text: Mapping[str, Any] = settings.values
+    where = settings.where
+    if _SEES in checkpoint.declared:
+        kind, where = "gemma3", f"{where}: text_config"
+        text = Settings(settings.get("text_config"), where).values
+        if "tie_word_embeddings" in settings:
+            text = {"tie_word_embeddings": settings.boolean("tie_word_embeddings"), **text}
+    return Settings(
+        _DEFAULTS[kind] | {k: v for k, v in text.items() if v is not None or k in _NULLABLE}, where
+    ), kind
+
+
+def _hf_names(checkpoint: Checkpoint) -> tuple[Mapping[str, str], str]:
+    """Names of parts, and of a layer: those of the model with a vision tower have a prefix, two forms of which are known."""
+    for prefix in ("language_model.model", "model.language_model"):
+        if f"{prefix}.embed_tokens.weight" in checkpoint.source:
+            head = f"{prefix.removesuffix('.model')}.lm_head"
+            own = {
+                "embed": f"{prefix}.embed_tokens",
+                "norm": f"{prefix}.norm",
+                "head": head if f"{head}.weight" in checkpoint.source else "lm_head",
+            }
+            return {**_HF_NAMES, **own}, f"{prefix}.layers.{{}}"
+    return _HF_NAMES, "model.layers.{}"
+
+
+def _translate_hf(checkpoint: Checkpoint) -> Translation:
+    settings, kind = _text_settings(checkpoint)
     title = "Gemma 2" if kind == "gemma2" else "Gemma 3"
     refuse_active(settings, "", HF_NEUTRAL, title, *_CAPS, "query_pre_attn_scalar")
     if settings.get("use_bidirectional_attention"):
         raise TranslationError(f"{settings.where}: use_bidirectional_attention is not supported for {title}")
     activation = one_of(settings, "hidden_activation", "gelu_pytorch_tanh", GELU, title)
     notes: list[str] = []
+    names, layer = _hf_names(checkpoint)
     sizes = hf_sizes(settings)
     layers = sizes["num_layers"]
-    window = settings.integer("sliding_window", 4096)
     types = hf_layer_types(settings, layers) or _default_types(settings, kind, layers)
-    sliding, types_or_none = one_layer_type(types, window)
+    if "sliding" in types and "sliding_window" not in settings:
+        raise TranslationError(f"{settings.where}: layer_types has sliding layers but sliding_window is null")
+    sliding, types_or_none = one_layer_type(types, settings.integer("sliding_window", 1))
     theta, scaling, local = _hf_theta(settings, kind)
-    if sliding is None or local == theta:
-        local = None
+    if sliding is None or (local == theta and scaling is None):
+        local = None  # not said where it makes no difference; scaling would, as sliding layers take none
     config = DecoderConfig(
         **sizes,
         norm_eps=settings.number("rms_norm_eps", 1e-6),
@@ -101,30 +162,28 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
         rope_theta=theta,
         rope_scaling=scaling,
         sliding_rope_theta=local,
-        tied_embeddings=hf_tied(settings, checkpoint, notes, default=True),
+        tied_embeddings=hf_tied(settings, checkpoint, notes, default=True, head=names["head"]),
         attention_bias=settings.boolean("attention_bias", False),
         attention_output_bias=settings.boolean("attention_bias", False),
         post_norm=True,
         activation=activation,
         qk_norm="head" if kind == "gemma3" else None,
         embedding_scale=sizes["hidden_size"] ** 0.5,
-        attention_scale=_scale(settings.number("query_pre_attn_scalar", 256), sizes["head_dim"]),
-        attention_softcap=_cap(settings, "attn_logit_softcapping", kind, 50.0),
-        logit_softcap=_cap(settings, "final_logit_softcapping", kind, 30.0),
+        attention_scale=_scale(settings.number("query_pre_attn_scalar"), sizes["head_dim"]),
+        attention_softcap=_cap(settings, "attn_logit_softcapping"),
+        logit_softcap=_cap(settings, "final_logit_softcapping"),
         sliding_window=sliding,
         layer_types=types_or_none,
     )
-    ignored, equal = tied_copy(config, checkpoint)
-    return Translation(
-        config, _rules(config, _HF_NAMES, "model.layers.{}"), [*HF_IGNORED, *ignored], notes, equal
-    )
+    ignored, equal = tied_copy(config, checkpoint, names["head"], names["embed"])
+    if _SEES in checkpoint.declared:
+        notes.append("the model also sees images; only its language model is taken")
+        ignored.append(_VISION)
+    return Translation(config, _rules(config, names, layer), [*HF_IGNORED, *ignored], notes, equal)
 
 
-def _cap(settings: Settings, key: str, kind: str, default: float) -> float | None:
-    # An explicit null switches the cap off; a key that is not there means the generation's default.
-    if key in settings.values or kind == "gemma3":
-        return settings.number(key) if key in settings else None
-    return default
+def _cap(settings: Settings, key: str) -> float | None:
+    return settings.number(key) if key in settings else None
 
 
 def _default_types(settings: Settings, kind: str, layers: int) -> tuple[str, ...]:
@@ -139,19 +198,23 @@ def _hf_theta(settings: Settings, kind: str) -> tuple[float, RopeScaling | None,
     """Theta and scaling of full attention, and theta of sliding layers where it differs."""
     if kind == "gemma2":
         return (*hf_rope(settings), None)
+    # transformers 5 has a section for each type of layer, 4 states the sliding layers' theta alone.
     sections = settings.get("rope_parameters")
-    if isinstance(sections, Mapping) and {"full_attention", "sliding_attention"} <= set(sections):
-        full = Settings({"rope_parameters": sections["full_attention"]}, f"{settings.where}: full_attention")
-        local = Settings(
-            {"rope_parameters": sections["sliding_attention"]}, f"{settings.where}: sliding_attention"
-        )
-        theta, scaling = hf_rope(full, 1e6)
-        local_theta, local_scaling = hf_rope(local, _LOCAL_THETA)
-        if local_scaling is not None:
-            raise TranslationError(f"{local.where}: rotary scaling of sliding layers is not supported")
-        return theta, scaling, local_theta
-    theta, scaling = hf_rope(settings, 1e6)
-    return theta, scaling, settings.number("rope_local_base_freq", _LOCAL_THETA)
+    nested = isinstance(sections, Mapping) and bool({"full_attention", "sliding_attention"} & set(sections))
+    full = {**settings.values, "rope_parameters": sections.get("full_attention") if nested else sections}
+    theta, scaling = hf_rope(Settings(full, settings.where), 1e6)
+    local = Settings(
+        {
+            "max_position_embeddings": settings.get("max_position_embeddings"),
+            "rope_theta": settings.get("rope_local_base_freq"),
+            "rope_parameters": sections.get("sliding_attention") if nested else None,
+        },
+        f"{settings.where}: sliding layers",
+    )
+    local_theta, local_scaling = hf_rope(local, _LOCAL_THETA)
+    if local_scaling is not None:
+        raise TranslationError(f"{local.where}: rotary scaling of sliding layers is not supported")
+    return theta, scaling, local_theta
 
 
 def _translate_gguf(checkpoint: Checkpoint) -> Translation:
@@ -167,14 +230,16 @@ def _translate_gguf(checkpoint: Checkpoint) -> Translation:
     if kind == "gemma3" and f"{at}rope.freq_base" not in meta:
         sizes["rope_theta"] = 1e6
     window, types = one_layer_type(
-        _gguf_types(meta, kind, layers), meta.integer(at + "attention.sliding_window", 0) or None
+        _gguf_types(meta, kind, layers),
+        meta.integer(at + "attention.sliding_window", 4096 if kind == "gemma2" else 0) or None,
     )
     local = meta.number(at + "rope.freq_base_swa", _LOCAL_THETA if kind == "gemma3" else sizes["rope_theta"])
+    same = local == sizes["rope_theta"] and (kind == "gemma2" or sizes["rope_scaling"] is None)
     scalar = hidden / sizes["num_heads"] if layers == _LARGE[kind] else sizes["head_dim"]
     config = DecoderConfig(
         **sizes,
         norm_eps=meta.number(at + "attention.layer_norm_rms_epsilon"),
-        sliding_rope_theta=None if window is None or local == sizes["rope_theta"] else local,
+        sliding_rope_theta=None if window is None or same else local,
         post_norm=True,
         activation="gelu_tanh",
         qk_norm="head" if kind == "gemma3" else None,
@@ -213,7 +278,7 @@ TRANSLATORS = (
     Translator(
         "gemma",
         "Gemma 2, Gemma 3 (text)",
-        ("gguf:gemma2", "gguf:gemma3", "hf:Gemma2ForCausalLM", "hf:Gemma3ForCausalLM"),
+        ("gguf:gemma2", "gguf:gemma3", "hf:Gemma2ForCausalLM", "hf:Gemma3ForCausalLM", f"hf:{_SEES}"),
         _translate,
     ),
 )
@@ -291,6 +356,7 @@ def _gguf(config: DecoderConfig, kind: str) -> Outgoing:
             config.attention_softcap is not None and config.logit_softcap is not None,
             "it caps scores and logits",
         )
+        require(config.tied_embeddings, "its head shares the embedding")
     else:
         require(
             math.isclose(config.sliding_rope_theta or config.rope_theta, _LOCAL_THETA),

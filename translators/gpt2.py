@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from oazoo.configs import NanoGPTConfig
 from oazoo.errors import TranslationError
+from oazoo.translators.decoders import GELU, gguf_gelu, one_of
 from oazoo.translators.rules import Identity, Ignored, Rule, Transpose2D
 from oazoo.translators.settings import Settings
 from oazoo.translators.translator import Checkpoint, Translation, Translator
@@ -51,7 +52,6 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def _translate_hf(checkpoint: Checkpoint) -> Translation:
@@ -60,12 +60,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
         value = settings.get(key)
         if value is not None and value not in allowed:
             raise TranslationError(f"{settings.where}: {key} = {str(value)[:40]} is not supported for GPT-2")
-    activation = settings.text("activation_function", "gelu_new")
-    if activation not in _GELU_TANH:
-        raise TranslationError(
-            f"{settings.where}: activation_function {activation[:64]!r} is not supported for GPT-2; "
-            f"supported: {', '.join(_GELU_TANH)}"
-        )
+    activation = one_of(settings, "activation_function", "gelu_new", GELU, "GPT-2")
     notes: list[str] = []
     hidden = settings.integer("n_embd")
     prefix = "transformer." if "transformer.wte.weight" in source else ""
@@ -78,6 +73,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
         norm_eps=settings.number("layer_norm_epsilon", 1e-5),
         max_positions=settings.integer("n_positions"),
         tied_embeddings=_tied(settings, notes),
+        activation=activation,
     )
     ignored, equal = list(_IGNORED), []
     if config.tied_embeddings and "lm_head.weight" in source:
@@ -110,6 +106,7 @@ def _translate_gguf(checkpoint: Checkpoint) -> Translation:
         norm_eps=meta.number(at + "attention.layer_norm_epsilon"),
         max_positions=meta.integer(at + "context_length"),
         tied_embeddings=tied,
+        activation=gguf_gelu(meta, "gpt2"),
     )
     for key in meta.values:
         if key.startswith(at) and key not in meta.taken:

@@ -6,6 +6,7 @@ from typing import Any
 
 from oazoo.configs import NanoGPTConfig
 from oazoo.errors import TranslationError
+from oazoo.translators.decoders_out import gguf_gelu
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.gpt2 import gguf_rules, hf_rules
 
@@ -13,8 +14,6 @@ from oazoo.translators.gpt2 import gguf_rules, hf_rules
 def _check(config: NanoGPTConfig) -> None:
     if not (config.bias and config.has_norm_bias):
         raise TranslationError("GPT-2 has a bias in every linear layer and norm, this model has not")
-    if config.activation != "gelu_tanh":
-        raise TranslationError(f"GPT-2's activation is gelu_tanh, this model's is {config.activation}")
 
 
 def _hf(config: NanoGPTConfig) -> Outgoing:
@@ -29,7 +28,7 @@ def _hf(config: NanoGPTConfig) -> Outgoing:
         "n_head": config.num_heads,
         "n_positions": config.max_positions,
         "n_ctx": config.max_positions,
-        "activation_function": "gelu_new",
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation],
         "layer_norm_epsilon": config.norm_eps,
         "scale_attn_weights": True,
         "tie_word_embeddings": config.tied_embeddings,
@@ -49,7 +48,8 @@ def _gguf(config: NanoGPTConfig) -> Outgoing:
         "gpt2.attention.layer_norm_epsilon": config.norm_eps,
         "gpt2.vocab_size": config.vocab_size,
     }
-    return Outgoing("gguf", "gpt2", settings, gguf_rules(config))
+    form, notes = gguf_gelu(config.activation, "gpt2")
+    return Outgoing("gguf", "gpt2", settings | form, gguf_rules(config), notes=tuple(notes))
 
 
 EXPORTERS = (

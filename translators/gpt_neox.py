@@ -17,6 +17,7 @@ from oazoo.translators.decoders import (
     HF_NEUTRAL,
     INVERSE_FREQUENCIES,
     decoder_rules,
+    gguf_gelu,
     gguf_sizes,
     gguf_unknown,
     hf_sizes,
@@ -25,7 +26,8 @@ from oazoo.translators.decoders import (
     refuse_active,
     tied_copy,
 )
-from oazoo.translators.decoders_out import gguf_outgoing, hf_settings, require, require_plain
+from oazoo.translators.decoders_out import gguf_gelu as gguf_gelu_out
+from oazoo.translators.decoders_out import gguf_outgoing, hf_settings, require, require_plain, require_square
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.rope import hf_rope, hf_rotary_dim
 from oazoo.translators.rope_out import rotary_share
@@ -110,8 +112,7 @@ def _translate_gguf(checkpoint: Checkpoint) -> Translation:
         norm_eps=meta.number("gptneox.attention.layer_norm_epsilon"),
         attention_bias="blk.0.attn_qkv.bias" in source,
         attention_output_bias="blk.0.attn_output.bias" in source,
-        # llama.cpp computes the tanh form for this architecture.
-        activation="gelu_tanh",
+        activation=gguf_gelu(meta, "gptneox"),
         parallel_residual=meta.boolean("gptneox.use_parallel_residual", True),
         **_FORM,  # type: ignore[arg-type]
     )
@@ -143,7 +144,7 @@ def _hf(config: DecoderConfig) -> Outgoing:
     _check(config)
     names = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
     require(config.activation in names, f"its activation is GELU, this model's is {config.activation}")
-    require(config.head_dim * config.num_heads == config.hidden_size, "its heads divide the hidden size")
+    require_square(config)
     share = rotary_share(config)
     settings = hf_settings(
         config,
@@ -165,13 +166,13 @@ def _hf(config: DecoderConfig) -> Outgoing:
 
 def _gguf(config: DecoderConfig) -> Outgoing:
     _check(config)
-    require(
-        config.activation == "gelu_tanh",
-        "llama.cpp computes the tanh form of GELU for it, this model the exact one",
-    )
     require(config.attention_bias, "it has biases")
+    require(not config.tied_embeddings, "llama.cpp wants a head of its own, this model shares the embedding")
+    require_square(config)
     own = {"use_parallel_residual": config.parallel_residual}
-    return gguf_outgoing(config, "gptneox", _gguf_rules(config), own, norm="layer_norm_epsilon")
+    form, notes = gguf_gelu_out(config.activation, "gptneox")
+    rules = _gguf_rules(config)
+    return gguf_outgoing(config, "gptneox", rules, own, notes, norm="layer_norm_epsilon", besides=form)
 
 
 EXPORTERS = (

@@ -43,6 +43,7 @@ def hf_files(
         **settings,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,  # Phi-3's and Gemma's defaults in transformers are ids of their own vocabularies
         **ids,
         "torch_dtype": dtype,
         "dtype": dtype,

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from oazoo.configs import DecoderConfig
-from oazoo.translators.decoders_out import gguf_outgoing, hf_layer_types, hf_settings, require, require_plain
+from oazoo.translators.decoders_out import (
+    gguf_outgoing,
+    gguf_window,
+    hf_layer_types,
+    hf_settings,
+    require,
+    require_plain,
+)
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.llama import gguf_rules, hf_rules
 
@@ -72,14 +79,7 @@ def _hf_qwen3(config: DecoderConfig) -> Outgoing:
 
 
 def _gguf(config: DecoderConfig, arch: str) -> Outgoing:
-    own, notes = {}, []
-    if config.sliding_window is not None:
-        require(config.layer_types is None, "its layers all have the same attention window")
-        own["attention.sliding_window"] = config.sliding_window
-        notes.append(
-            f"llama.cpp lets {arch!r} models attend to everything: beyond {config.sliding_window} tokens its answers "
-            "differ from this model's"
-        )
+    own, notes = gguf_window(config, arch)
     return gguf_outgoing(config, arch, gguf_rules(config, arch), own, notes)
 
 

@@ -21,7 +21,7 @@ from oazoo.translators.decoders import (
     refuse_active,
     tied_copy,
 )
-from oazoo.translators.decoders_out import gguf_outgoing, hf_settings, require, require_plain
+from oazoo.translators.decoders_out import gguf_outgoing, hf_settings, require, require_plain, require_square
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.rope import hf_rope
 from oazoo.translators.translator import Checkpoint, Translation, Translator
@@ -101,6 +101,8 @@ def _hf(config: DecoderConfig) -> Outgoing:
 
 def _gguf(config: DecoderConfig) -> Outgoing:
     _check(config)
+    require(not config.tied_embeddings, "llama.cpp wants a head of its own, this model shares the embedding")
+    require_square(config)
     return gguf_outgoing(config, "olmo2", decoder_rules(config, GGUF_NAMES, "blk.{}"), {})
 
 

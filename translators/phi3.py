@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from oazoo.configs import DecoderConfig
+from oazoo.errors import TranslationError
 from oazoo.translators.decoders import (
     GGUF_IGNORED,
     GGUF_NAMES,
@@ -22,7 +23,14 @@ from oazoo.translators.decoders import (
     refuse_active,
     tied_copy,
 )
-from oazoo.translators.decoders_out import gguf_outgoing, hf_settings, require_plain
+from oazoo.translators.decoders_out import (
+    gguf_outgoing,
+    gguf_window,
+    hf_settings,
+    require,
+    require_plain,
+    require_square,
+)
 from oazoo.translators.exporter import Exporter, Outgoing
 from oazoo.translators.rope import hf_rope, hf_rotary_dim
 from oazoo.translators.rules import Identity, Rule, Slice, Transform
@@ -68,6 +76,10 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
     notes: list[str] = []
     sizes = hf_sizes(settings)
     theta, scaling = hf_rope(settings)
+    if scaling is not None and scaling.kind != "longrope":
+        raise TranslationError(
+            f"{settings.where}: rotary scaling {scaling.kind!r} is not supported for Phi-3; supported: none, longrope"
+        )
     config = DecoderConfig(
         **sizes,
         norm_eps=settings.number("rms_norm_eps", 1e-5),
@@ -115,7 +127,8 @@ TRANSLATORS = (Translator("phi3", "Phi-3, Phi-4-mini", ("gguf:phi3", "hf:Phi3For
 def _hf(config: DecoderConfig) -> Outgoing:
     require_plain(config, *_STATED)
     scaling, own = config.rope_scaling, {"sliding_window": config.sliding_window}
-    if scaling is not None and scaling.kind == "longrope":
+    if scaling is not None:
+        require(scaling.kind == "longrope", f"its rotary scaling is LongRoPE, this model's is {scaling.kind}")
         own["original_max_position_embeddings"] = scaling.original_max_positions
     settings = hf_settings(config, "Phi3ForCausalLM", "phi3", **own)
     return Outgoing("hf", "Phi3ForCausalLM", settings, _rules(config, _HF_NAMES, "model.layers.{}"))
@@ -123,8 +136,9 @@ def _hf(config: DecoderConfig) -> Outgoing:
 
 def _gguf(config: DecoderConfig) -> Outgoing:
     require_plain(config, *_STATED)
-    own = {} if config.sliding_window is None else {"attention.sliding_window": config.sliding_window}
-    return gguf_outgoing(config, "phi3", _rules(config, _GGUF_NAMES, "blk.{}"), own)
+    require_square(config)
+    own, notes = gguf_window(config, "phi3")
+    return gguf_outgoing(config, "phi3", _rules(config, _GGUF_NAMES, "blk.{}"), own, notes)
 
 
 EXPORTERS = (

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 class RawConfig:
     """Tensors by name, without a model.
 
-    ``shapes``: name → shape, in file order. ``names``: stored name → original name, of the tensors whose name was too long
-    for an ``.oam``. The sizes that a model would have are zero.
+    ``shapes``: name → shape, in file order. The sizes that a model would have are zero.
     """
 
     family: ClassVar[str] = "raw"
@@ -21,7 +20,6 @@ class RawConfig:
     vocab_size: ClassVar[int] = 0
 
     shapes: Mapping[str, tuple[int, ...]]
-    names: Mapping[str, str]
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor."""
@@ -29,4 +27,4 @@ class RawConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values."""
-        return {"tensors": len(self.shapes), "names": dict(self.names)}
+        return {"tensors": len(self.shapes)}

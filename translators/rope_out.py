@@ -14,6 +14,8 @@ from oazoo.errors import TranslationError
 #: Llama 3's published scalings: (factor, low, high, original context).
 _LLAMA3 = tuple((factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0, 16.0, 4.0, 2.0, 64.0))
 _FACTORS_TOLERANCE = 1e-5
+#: Architectures for which llama.cpp reads tensors of frequency factors, and for which kinds of scaling.
+_GGUF_TABLES = {"llama": ("llama3", "factors", "longrope"), "phi3": ("longrope",)}
 
 
 def llama3_factors(scaling: RopeScaling, head_dim: int, theta: float) -> npt.NDArray[np.float32]:
@@ -138,6 +140,11 @@ def gguf_rope_settings(
         TranslationError: a kind, or a setting of YaRN, that GGUF has no key for.
     """
     at, scaling = f"{arch}.rope.", config.rope_scaling
+    tabled = scaling is not None and scaling.kind in ("llama3", "factors", "longrope")
+    if scaling is not None and tabled and scaling.kind not in _GGUF_TABLES.get(arch, ()):
+        raise TranslationError(
+            f"llama.cpp reads no frequency factors for {arch!r}, which {scaling.kind} scaling needs"
+        )
     settings: dict[str, Any] = {at + "dimension_count": config.rotated, at + "freq_base": config.rope_theta}
     factors = frequency_factors(config)
     if factors is not None:
@@ -146,6 +153,7 @@ def gguf_rope_settings(
         return settings, {}
     if scaling.kind == "longrope":
         settings |= {
+            at + "scaling.type": "longrope",
             at + "scaling.original_context_length": scaling.original_max_positions,
             at + "scaling.attn_factor": 1.0 if scaling.attention_factor is None else scaling.attention_factor,
         }

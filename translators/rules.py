@@ -31,6 +31,8 @@ class Transform(ABC):
 
     #: Whether only whole rows (first axis) move, so that stored bytes can be moved undecoded.
     on_rows: bool = True
+    #: Whether every value of the target is one of the sources'; if not, values are computed, and may be rounded.
+    keeps_values: bool = True
 
     @property
     def name(self) -> str:
@@ -201,6 +203,11 @@ class Offset(Transform):
     @property
     def on_rows(self) -> bool:  # type: ignore[override]
         """Values change, so stored bytes cannot be moved undecoded."""
+        return False
+
+    @property
+    def keeps_values(self) -> bool:  # type: ignore[override]
+        """Every value is a sum."""
         return False
 
     @property

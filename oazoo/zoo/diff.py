@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.configs import ModelConfig, config_from_json
+from oazoo.configs import DecoderConfig, ModelConfig, config_from_json
 from oazoo.errors import TokenizerError, TranslationError, UsageError
 from oazoo.formats import encodings
 from oazoo.formats.oam import OamSource
@@ -163,6 +163,7 @@ def diff(
             why = f"the models are of different families: {a.config.family} and {b.config.family}"
         if why:
             a, b = _raw(source_a, a), _raw(source_b, b)
+        a, b = _same_norms(a, b)
         common = [name for name in a.tensors if name in b.tensors]
         total, done = sum(a.tensors[name].info.nbytes for name in common), 0
         found = []
@@ -186,6 +187,31 @@ def diff(
             tuple(config),
             tuple(_options(a.options, b.options)),
         )
+
+
+def _same_norms(a: _Side, b: _Side) -> tuple[_Side, _Side]:
+    """Both sides with norm weights as what is computed with, where one holds w for 1 + w and the other the sum (Gemma)."""
+    first, second = a.config, b.config
+    if not (isinstance(first, DecoderConfig) and isinstance(second, DecoderConfig)):
+        return a, b
+    if first.norm_offset == second.norm_offset:
+        return a, b
+    return _with_offset(a, first), _with_offset(b, second)
+
+
+def _with_offset(side: _Side, config: DecoderConfig) -> _Side:
+    offset = np.float32(config.norm_offset)
+
+    def summed(tensor: _Tensor) -> _Tensor:
+        # In float32, as every program adds it.
+        values = tensor.values
+        return _Tensor(tensor.info, lambda: (np.asarray(v, np.float32) + offset for v in values()), None)
+
+    tensors = {
+        name: summed(tensor) if name.endswith("norm.weight") else tensor
+        for name, tensor in side.tensors.items()
+    }
+    return dataclasses.replace(side, config=dataclasses.replace(config, norm_offset=0.0), tensors=tensors)
 
 
 def _read(source: WeightSource) -> _Side:

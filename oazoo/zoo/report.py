@@ -6,6 +6,7 @@ from files and are hostile: all of them are escaped.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -195,7 +196,7 @@ def _page(report: Report, before: OamSource, after: OamSource) -> str:
         _facts(
             [
                 ("result", f"{after.path.name}, {sizes[1]:,} bytes of {sizes[0]:,} ({sizes[1] / sizes[0]:.1%})"),
-                ("how", str(after.metadata.get("quantization", "not recorded"))),
+                ("how", json.dumps(after.metadata.get("quantization", "not recorded"), ensure_ascii=False)),
                 ("weights", after.weights_checksum),
                 ("reported by", f"oazoo {__version__}"),
             ]

@@ -14,6 +14,7 @@ from gguf import GGUFReader, GGUFWriter
 
 from oazoo.errors import FormatError
 from oazoo.formats.gguf import GgufSource
+from oazoo.formats.gguf_split import open_gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 HUGE = (2**31, 2**32, 2**32 - 1, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -195,8 +196,13 @@ def cases() -> Iterator[tuple[str, bytes]]:
         "alignment is a fraction",
         build([pair("general.alignment", F32, struct.pack("<f", 32))], [TENSORS[0]], DATA[:32]),
     )
-    for count in (2, 3, 65535):
+    for count in (2, 3, 4096, 4097, 65535):
         yield f"split of {count}", build([pair("split.count", U16, struct.pack("<H", count))])
+        third = pair("split.no", U16, struct.pack("<H", count))
+        yield f"part {count} of {count}", build([pair("split.count", U16, struct.pack("<H", count)), third])
+    yield "split of 2^64 - 1", build([pair("split.count", U64, b"\xff" * 8)])
+    yield "part -1", build([pair("split.count", U16, b"\2\0"), pair("split.no", I32, b"\xff" * 4)])
+    yield "split number is true", build([pair("split.count", U16, b"\2\0"), pair("split.no", BOOL, b"\1")])
     yield "split count is text", build([pair("split.count", STRING, text("1" * 5000))])
     rng = random.Random(3)
     for _ in range(40):
@@ -206,7 +212,7 @@ def cases() -> Iterator[tuple[str, bytes]]:
 
 
 def test_damaged_files_are_refused(refuses: Callable[..., int]) -> None:
-    assert refuses(GgufSource, cases()) >= 200
+    assert refuses(open_gguf, cases()) >= 200
 
 
 def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
@@ -233,7 +239,7 @@ def test_flipped_bytes_never_crash(survives: Callable[..., int]) -> None:
             for value in {rng.randrange(256), good[position] ^ 1, good[position] ^ 128}:
                 yield good[:position] + bytes([value]) + good[position + 1 :]
 
-    assert survives(GgufSource, mutants()) > 500
+    assert survives(open_gguf, mutants()) > 500
 
 
 @pytest.mark.parametrize(
@@ -245,7 +251,10 @@ def test_flipped_bytes_never_crash(survives: Callable[..., int]) -> None:
         (build([], [tensor("w", [8]), tensor("w", [8], 0, 32)], bytes(64)), ("'w'", "twice")),
         (build(data=DATA + b"A" * 31), ("31 bytes",)),
         (build() + bytes(-len(build()) % 32) + build(), ("joined end to end",)),
-        (build([pair("split.count", U16, b"\3\0"), pair("split.no", U16, b"\1\0")]), ("part 2", "3 files")),
+        (
+            build([pair("split.count", U16, b"\3\0"), pair("split.no", U16, b"\1\0")]),
+            ("part 2", "3 files", "NAME-00002-of-00003"),
+        ),
         (one_tensor(tensor("w", [2**32, 2**32])), ("'w'", "2^63")),
         (one_tensor(tensor("w", [2] * 4, rank=5)), ("'w'", "5 dimensions")),
         (one_tensor(tensor("w", [16], 0, 1 << 20)), ("'w'", str(1 << 20), "64")),
@@ -255,7 +264,7 @@ def test_messages_say_what_it_is(tmp_path: Path, content: bytes, words: tuple[st
     path = tmp_path / "bad"
     path.write_bytes(content)
     with pytest.raises(FormatError) as caught:
-        GgufSource(path)
+        open_gguf(path)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 

@@ -44,7 +44,7 @@ def test_logits_of_the_same_file_in_float64(name: str, converted: Converted) -> 
 
 
 @pytest.mark.parametrize("to", ["q8", "q4"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "F32"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "gemma3", "gpt_neox", "F32"])
 def test_packed_models(name: str, to: str, converted: Converted, tmp_path: Path) -> None:
     """Width 48 and 64 × 96 rows: blocks of 32 that run across rows, in every product, the embedding and the head."""
     ids, _ = reference(name)
@@ -79,7 +79,7 @@ def in_a_process(path: Path, ids: list[int], **environment: str) -> np.ndarray[A
     ],
     ids=lambda e: next(iter(e)),
 )
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma2"])
 def test_no_setting_changes_the_answer(
     name: str, environment: dict[str, str], converted: Converted, tmp_path: Path
 ) -> None:

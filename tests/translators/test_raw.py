@@ -20,7 +20,6 @@ from oazoo.cli import main
 from oazoo.errors import FormatError, TranslationError
 from oazoo.formats.detect import open_source
 from oazoo.translators import convert, plan
-from oazoo.translators.raw import stored_name
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 TENSORS: dict[str, np.ndarray[Any, Any]] = {
@@ -102,20 +101,6 @@ def test_a_checkpoint_of_no_known_model(tmp_path: Path) -> None:
     convert(tmp_path / "c.pt", tmp_path / "m.oam", arch="raw")
     with open_source(tmp_path / "m.oam") as source:
         assert list(source) == ["net.0.weight", "net.steps"]
-
-
-def test_long_names_are_cut_and_kept(tmp_path: Path) -> None:
-    names = ["x" * 127, "x" * 128, "x" * 200, "é" * 64, "x" * 199 + "y", "🙂" * 40]
-    save_file({name: np.full(2, k, "f4") for k, name in enumerate(names)}, tmp_path / "a.safetensors")
-    report = convert(tmp_path / "a.safetensors", tmp_path / "m.oam", arch="raw")
-    assert any("5 names" in note for note in report.notes)
-    with open_source(tmp_path / "m.oam") as source:
-        original = source.metadata["model"]["names"]
-        assert len(original) == 5 and len(source) == 6
-        for stored, tensor in source.items():
-            assert len(stored.encode()) <= 127
-            name = original.get(stored, stored)
-            assert tensor.numpy()[0] == names.index(name) and stored == stored_name(name)
 
 
 def test_it_is_inspected_but_not_run(onnx_file: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import LLAMA, bpe_metadata, gguf_names, llama_metadata, llama_tensors, write_gguf, write_hf
 from click.testing import CliRunner, Result
-from model_goldens import GGUF, HF, ONNX, source_path
+from model_goldens import GGUF, HF, NOT_GGUF, ONNX, source_path
 
 import oazoo
 from oazoo.cli.main import main
@@ -51,7 +52,7 @@ def test_what_goes_out_as_gguf_means_the_same(name: str, tmp_path: Path) -> None
     try:
         oazoo.export(tmp_path / "m.oam", tmp_path / "m.gguf")
     except TranslationError as error:
-        assert name in ("gemma3", "gpt_neox") and "llama.cpp" in str(error)
+        assert name in NOT_GGUF and re.search(NOT_GGUF[name], str(error))
         return
     check = found(oazoo.convert(tmp_path / "m.gguf", tmp_path / "again.oam", check=True))
     assert check.compared and check.passed and check.max_difference < 3e-5

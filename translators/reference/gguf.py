@@ -73,7 +73,7 @@ def describe(source: WeightSource, arch: str) -> Decoder:
         rotary=None if arch == "gpt2" else _rotary(source, meta, head_dim, windows),
         interleaved=arch == "llama",
         layer_norms=layer_norms,
-        activation="gelu_tanh" if gemma or layer_norms else "silu",
+        activation=_activation(source, arch),
         parallel=arch == "gptneox" and bool(meta.get("use_parallel_residual", True)),
         window=windows,
         embedding_scale=width**0.5 if gemma else 1.0,
@@ -81,6 +81,13 @@ def describe(source: WeightSource, arch: str) -> Decoder:
         attention_cap=meta.get("attn_logit_softcapping", 50.0 if arch == "gemma2" else None),
         logit_cap=meta.get("final_logit_softcapping", 30.0 if arch == "gemma2" else None),
     )
+
+
+def _activation(source: WeightSource, arch: str) -> str:
+    """llama.cpp computes the tanh form of GELU; exports of ours say where the model has the exact one."""
+    if arch in ("gpt2", "gptneox"):
+        return "gelu" if source.metadata.get("oazoo.activation") == "gelu" else "gelu_tanh"
+    return "gelu_tanh" if arch.startswith("gemma") else "silu"
 
 
 class _Metadata:
@@ -101,7 +108,7 @@ class _Metadata:
 
 
 def _windows(meta: _Metadata, arch: str) -> Callable[[int], int | None]:
-    window = meta.get("attention.sliding_window", 0) or None
+    window = meta.get("attention.sliding_window", 4096 if arch == "gemma2" else 0) or None
     pattern = meta.get("attention.sliding_window_pattern", _PATTERNS.get(arch))
 
     def of(layer: int) -> int | None:
