@@ -28,10 +28,7 @@ from oazoo.cli.common import emit_json, format_bytes, json_option, progress_bar,
     help="UTF-8 text like what the model is for; '-' is standard input.  [default: a general text of ours]",
 )
 @click.option("--max-tokens", type=int, metavar="N", help="Use only the first N tokens of the text.")
-@click.option("--covariance", is_flag=True, help="Also what the method gptq needs; a much larger file.")
-@click.option(
-    "--sensitivity", is_flag=True, help="Also how much packing each weight hurts, which --budget uses."
-)
+@click.option("--covariance", is_flag=True, help="Also the means of products of inputs; a much larger file.")
 @click.option("--force", is_flag=True, help="Replace STATS.safetensors if it exists.")
 @device_option
 @json_option
@@ -42,14 +39,15 @@ def command(
     text_file: Path | None,
     max_tokens: int | None,
     covariance: bool,
-    sensitivity: bool,
     force: bool,
     device: str | None,
     as_json: bool,
 ) -> None:
     """Run MODEL over a text and keep the second moments of the inputs of each of its weights.
 
-    Quantising then weighs errors with them: `oazoo quantize MODEL.oam --to q4 --stats STATS.safetensors -o OUT.oam`.
+    Quantising then weighs errors with them:
+
+    oazoo quantize MODEL.oam --to q4 --method weighted --stats STATS.safetensors -o OUT.oam
     """
     from oazoo.formats.atomic import check_output
     from oazoo.zoo.calibrate import calibrate
@@ -67,7 +65,6 @@ def command(
             text,
             name="" if text_file is None else text_file.name,
             covariance=covariance,
-            sensitivity=sensitivity,
             max_tokens=max_tokens,
             progress=progress,
         )
@@ -84,9 +81,9 @@ def command(
                 "tokens": found.tokens,
                 "weights": len(found.shares),
                 "inputs": len(found.moments),
-                "sensitivity": dict(found.sensitivity),
             }
         )
     say(
-        f"{output}: inputs of {len(found.shares)} weights over {found.tokens:,} tokens of {found.text} ({format_bytes(size)})"
+        f"{output}: inputs of {len(found.shares)} weights over {found.tokens:,} tokens of {found.text} "
+        f"({format_bytes(size)})"
     )

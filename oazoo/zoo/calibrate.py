@@ -1,4 +1,4 @@
-"""Running a model over a text to learn what its weights are multiplied with, and which of them packing hurts most."""
+"""Running a model over a text to learn what its weights are multiplied with."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def calibrate(
     *,
     name: str = "",
     covariance: bool = False,
-    sensitivity: bool = False,
     max_tokens: int | None = None,
     device: Device | None = None,
     progress: Progress | None = None,
@@ -59,9 +58,7 @@ def calibrate(
         model: a loaded model, or what :func:`oazoo.load` takes.
         text: at least 16 tokens of it; the general text of this package if None.
         name: what to call the text in the statistics.
-        covariance: also the products of each two inputs, which ``gptq`` needs: inputs² floats for each weight's inputs.
-        sensitivity: also measure what packing each weight to Q4 does to the predictions, see
-            :func:`oazoo.zoo.sensitivity.measure`.
+        covariance: also the means of products of each two inputs: inputs² floats for each weight's inputs.
         max_tokens: leave out what comes after so many; at least 16.
         device: where to load a model given by name.
         progress: called with the tokens that are done.
@@ -94,12 +91,7 @@ def calibrate(
             "text": name or (OWN_TEXT if text is None else "a text of the user's"),
             "text_sha256": hashlib.sha256(given.encode()).hexdigest(),
         }
-        found = gathered.statistics(facts, sum(s.size for s in sequences))
-        if sensitivity:
-            from oazoo.zoo.sensitivity import measure
-
-            found = measure(causal, sequences, found, progress=progress)
-        return found
+        return gathered.statistics(facts, sum(s.size for s in sequences))
     finally:
         if loaded is not model:
             causal.close()

@@ -8,7 +8,6 @@ A file of them is a SafeTensors file: ``moments.NAME``, f32 [inputs], the mean s
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +40,6 @@ class Statistics:
         shares: for each weight, the name under which its statistics are kept.
         moments: mean squares by that name, f32 [inputs].
         covariances: means of products by that name, f32 [inputs, inputs]; may be empty.
-        sensitivity: by weight, how far the model's predictions move when only that weight is packed to Q4: mean
-            Kullback-Leibler divergence, nats a token; empty if it was not measured.
     """
 
     model: str
@@ -53,7 +50,6 @@ class Statistics:
     shares: Mapping[str, str]
     moments: Mapping[str, Floats]
     covariances: Mapping[str, Floats] = field(default_factory=dict)
-    sensitivity: Mapping[str, float] = field(default_factory=dict)
 
     def moment(self, name: str, inputs: int) -> Floats | None:
         """The mean squares of a weight's inputs; None if the model multiplies nothing with it.
@@ -97,7 +93,6 @@ def save_statistics(statistics: Statistics, path: str | Path, *, overwrite: bool
         "text_sha256": statistics.text_sha256,
         "tokens": statistics.tokens,
         "shares": dict(statistics.shares),
-        "sensitivity": dict(statistics.sensitivity),
         "tool": f"oazoo {__version__}",
     }
     metadata = {
@@ -156,14 +151,9 @@ def _facts(path: str | Path, text: Any) -> dict[str, Any]:
         "text_sha256": str,
         "tokens": int,
         "shares": dict,
-        "sensitivity": dict,
     }
     if not isinstance(found, dict) or any(not isinstance(found.get(k), t) for k, t in types.items()):
         raise FormatError(f"{path}: the metadata lack one of {', '.join(types)}")
     if not all(isinstance(name, str) for name in found["shares"].values()):
         raise FormatError(f"{path}: 'shares' in the metadata must name tensors")
-    for name, value in found["sensitivity"].items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
-            raise FormatError(f"{path}: the sensitivity of {name} is {value!r}")
     return {key: found[key] for key in types}
