@@ -395,7 +395,12 @@ def _payload(
     """The architecture config with a note of what was done; somebody else's config is left alone."""
     if not source.metadata:
         return source.config.payload
-    note = {"to": target, "method": method, "keep": list(keep), "tool": f"oazoo {__version__}"}
+    note: dict[str, Any] = {
+        "to": target,
+        "method": method,
+        "keep": list(keep),
+        "tool": f"oazoo {__version__}",
+    }
     note["source_weights"] = source.weights_checksum
     if statistics is not None:
         note["statistics"] = statistics.note()
