@@ -31,6 +31,12 @@ from oazoo.zoo.quantize import METHODS, TARGETS, QuantizeReport, quantize
     "--keep", multiple=True, metavar="PATTERN", help="Leave tensors dense whose names match (shell style)."
 )
 @click.option(
+    "--q8",
+    multiple=True,
+    metavar="PATTERN",
+    help="Pack tensors to q8 whose names match, the others as --to says.",
+)
+@click.option(
     "--method",
     type=click.Choice(METHODS),
     default="absmax",
@@ -65,6 +71,7 @@ def command(
     output: Path | None,
     to: str,
     keep: tuple[str, ...],
+    q8: tuple[str, ...],
     method: str,
     stats: Path | None,
     text_file: Path | None,
@@ -92,6 +99,7 @@ def command(
                 path,
                 to,
                 keep=keep,
+                q8=q8,
                 method=method,
                 statistics=stats,
                 text=text,

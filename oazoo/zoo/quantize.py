@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -121,7 +121,7 @@ class QuantizeReport:
 
 @dataclass
 class _Work:
-    packer: Packer
+    packers: Mapping[str, Packer]
     chunk: int
     allow_nonfinite: bool
     progress: Progress | None
@@ -130,10 +130,11 @@ class _Work:
     tied: bool = False
     done: int = 0
 
-    def weights(self, tensor: SourceTensor) -> Tensor | None:
+    def weights(self, tensor: SourceTensor, target: str) -> Tensor | None:
         """How much each column's errors count; None if all count the same."""
         info = tensor.info
-        found = None if self.statistics is None else self.statistics.moment(info.name, info.shape[-1])
+        searched = self.statistics is not None and target == "q4"
+        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics and searched else None
         if found is None or not found.mean() > 0:
             return None
         found = found / found.mean()
@@ -141,15 +142,15 @@ class _Work:
             # Rows are looked up as well as multiplied with, and then every column counts.
             found += np.float32(1)
         # Nothing counts so little that its values may become anything.
-        return self.packer.place(np.maximum(found, np.float32(1e-6)))
+        return self.packers[target].place(np.maximum(found, np.float32(1e-6)))
 
-    def stream(self, tensor: SourceTensor) -> Iterator[npt.NDArray[Any]]:
+    def stream(self, tensor: SourceTensor, target: str) -> Iterator[npt.NDArray[Any]]:
         """The packed bytes of a tensor: its codes piece by piece, then its scales."""
         scales = []
         start = 0
-        weights = self.weights(tensor)
+        weights = self.weights(tensor, target)
         for chunk in tensor.chunks(self.chunk):
-            codes, scale, odd = self.packer(chunk, weights, start)
+            codes, scale, odd = self.packers[target](chunk, weights, start)
             if odd.count and not self.allow_nonfinite:
                 raise FormatError(
                     f"tensor {tensor.info.name!r} holds values that are not finite: {odd.count} from element "
@@ -165,12 +166,15 @@ class _Work:
         yield from scales
 
 
-def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[TensorQuantization]:
+def plan(
+    source: OamSource, target: str, keep: Sequence[str] = (), q8: Sequence[str] = ()
+) -> list[TensorQuantization]:
     """What packing would do with each weight.
 
     Dense f32, f16 and bf16 tensors of rank 2 and more are packed, as OA does; the rest, and what a pattern of ``keep``
-    matches (shell style, on the whole name), stays as it is. So do tensors that are quantised already (an importer may have
-    taken some over without loss): packing them again would add the errors up.
+    matches (shell style, on the whole name), stays as it is; what a pattern of ``q8``
+    matches is packed to Q8. Tensors that are quantised already stay too (an importer may have taken some over without
+    loss): packing them again would add the errors up.
 
     Raises:
         UsageError: an unknown target, a pattern that matches nothing, or nothing to pack.
@@ -178,12 +182,13 @@ def plan(source: OamSource, target: str, keep: Sequence[str] = ()) -> list[Tenso
     """
     if target not in TARGETS:
         raise UsageError(f"unknown target {target!r}; there are {', '.join(TARGETS)}")
-    for pattern in keep:
-        if not any(fnmatchcase(name, pattern) for name in source):
-            raise UsageError(
-                f"--keep {pattern!r} matches no tensor of {source.path}; `oazoo inspect` lists them"
-            )
-    steps = [_plan_tensor(tensor, target, keep) for tensor in source.values()]
+    for option, patterns in (("--keep", keep), ("--q8", q8)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in source):
+                raise UsageError(
+                    f"{option} {pattern!r} matches no tensor of {source.path}; `oazoo inspect` lists them"
+                )
+    steps = [_plan_tensor(tensor, target, keep, q8) for tensor in source.values()]
     if any(step.reason == _KEPT for step in steps) and all(step.reason for step in steps):
         raise UsageError(f"--keep leaves nothing in {source.path} that would be packed")
     already = [step for step in steps if step.source in TARGETS]
@@ -201,10 +206,14 @@ def _never(name: str) -> str:
     return next((why for patterns, why in _NEVER if any(fnmatchcase(name, p) for p in patterns)), "")
 
 
-def _plan_tensor(tensor: SourceTensor, target: str, keep: Sequence[str]) -> TensorQuantization:
+def _plan_tensor(
+    tensor: SourceTensor, target: str, keep: Sequence[str], q8: Sequence[str]
+) -> TensorQuantization:
     from oazoo.formats import encodings
 
     info = tensor.info
+    if any(fnmatchcase(info.name, pattern) for pattern in q8):
+        target = "q8"
     reason = ""
     if any(fnmatchcase(info.name, pattern) for pattern in keep):
         reason = _KEPT
@@ -229,6 +238,7 @@ def quantize(
     to: str,
     *,
     keep: Sequence[str] = (),
+    q8: Sequence[str] = (),
     method: str = "absmax",
     statistics: Statistics | str | Path | None = None,
     text: str | None = None,
@@ -248,6 +258,7 @@ def quantize(
         output: the file to write; may be None for a dry run.
         to: ``q4`` (5 bits a weight with its scale) or ``q8`` (9 bits).
         keep: shell-style patterns of tensor names to leave dense.
+        q8: shell-style patterns of tensor names to pack to Q8 where the others become Q4.
         method: ``absmax``, the format's own rule; for q4 also ``search``, the scale and codes of least squared error of each
             block, and ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied
             with.
@@ -267,13 +278,15 @@ def quantize(
     """
     if isinstance(keep, str):
         keep = [keep]
+    if isinstance(q8, str):
+        q8 = [q8]
     check_method(to, method, statistics, text)
     with open_file(source) as opened:
         if not isinstance(opened, OamSource):
             raise FormatError(
                 f"{source} is a {opened.format} file; quantize packs .oam files: oazoo convert {source} -o MODEL.oam"
             )
-        steps = plan(opened, to, keep)
+        steps = plan(opened, to, keep, q8)
         if all(step.reason for step in steps):
             raise UsageError(f"nothing in {source} would be packed; `oazoo inspect` lists its tensors")
         if output is not None:
@@ -292,7 +305,7 @@ def quantize(
         ]
         writer = OamWriter(
             output or "plan.oam",
-            config=replace(opened.config, payload=_payload(opened, to, keep, method, known)),
+            config=replace(opened.config, payload=_payload(opened, to, keep, q8, method, known)),
             entries=entries,
             progress=opened.progress,
             overwrite=overwrite,
@@ -371,14 +384,19 @@ def _run(
     # Whole blocks; no more than a buffer holds as f32, and no more than there is to pack.
     chunk = min(CHUNK_ELEMENTS, device.allocator.max_buffer_bytes // 4, -(-largest // 32) * 32)
     chunk = max(32, chunk // 32 * 32)
-    packer = Packer(device, report.target, chunk, "absmax" if report.method == "absmax" else "search")
+    packers = {
+        target: Packer(
+            device, target, chunk, "absmax" if target == "q8" or report.method == "absmax" else "search"
+        )
+        for target in sorted({step.target for step in report.tensors if not step.reason})
+    }
     tied = statistics is not None and EMBEDDING in statistics.shares
-    work = _Work(packer, chunk, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    work = _Work(packers, chunk, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
     with writer:
         for step in report.tensors:
             tensor = source[step.name]
             try:
-                writer.write(step.name, tensor.raw() if step.reason else work.stream(tensor))
+                writer.write(step.name, tensor.raw() if step.reason else work.stream(tensor, step.target))
             except OazooError as error:
                 if str(source.path) not in str(error):
                     raise type(error)(f"{source.path}: {error}") from error
@@ -390,7 +408,12 @@ def _run(
 
 
 def _payload(
-    source: OamSource, target: str, keep: Sequence[str], method: str, statistics: Statistics | None
+    source: OamSource,
+    target: str,
+    keep: Sequence[str],
+    q8: Sequence[str],
+    method: str,
+    statistics: Statistics | None,
 ) -> bytes:
     """The architecture config with a note of what was done; somebody else's config is left alone."""
     if not source.metadata:
@@ -399,6 +422,7 @@ def _payload(
         "to": target,
         "method": method,
         "keep": list(keep),
+        "q8": list(q8),
         "tool": f"oazoo {__version__}",
     }
     note["source_weights"] = source.weights_checksum
