@@ -1,10 +1,9 @@
 # Everything a person or CI does with a checkout. `make setup` makes .venv and is part of every other target.
 
 PYTHON_IN_VENV := .venv/bin/python
-PYTEST := $(PYTHON_IN_VENV) -m pytest
-# Tests that reach the device: all but those of the repository itself and of the parts that know no device.
-DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
-	--ignore=tests/zoo/pull
+PYTEST := $(PYTHON_IN_VENV) -m pytest -n auto --maxprocesses=4
+# Tests of what runs on the device: kernels, runtime, models. Conversions and commands above them are in `make test`.
+DEVICE_TESTS := -m "not heavy" tests/ops tests/runtime tests/models tests/shaders tests/generation
 
 .PHONY: help setup demo test lint typecheck imports format shaders bench bench-quality test-validation test-portable test-mesa22 clean
 
@@ -62,7 +61,8 @@ test-portable: setup
 
 test-mesa22: setup
 	@sh tools/mesa22.sh
-	@VK_DRIVER_FILES="$(CURDIR)/build/mesa22/lvp_icd.json" $(PYTEST) $(DEVICE_TESTS)
+	@VK_DRIVER_FILES="$(CURDIR)/build/mesa22/lvp_icd.json" $(PYTEST) -m "not heavy" \
+		tests/runtime tests/ops/test_linear.py tests/ops/test_pack.py tests/models/test_sessions.py
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
