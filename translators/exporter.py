@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.configs import DecoderConfig, ModelConfig
+from oazoo.configs import DecoderConfig, ModelConfig, NanoGPTConfig
 from oazoo.errors import FormatError, TranslationError
 from oazoo.formats import encodings
 from oazoo.formats.onnx import GraphSource, parse_model
@@ -226,6 +226,9 @@ def config_differences(first: ModelConfig, second: ModelConfig) -> list[tuple[st
         if entry.name == "rope_scaling":
             assert isinstance(first, DecoderConfig) and isinstance(second, DecoderConfig)
             same = same_scaling(first, second)
+        elif entry.name == "norm_bias":
+            assert isinstance(first, NanoGPTConfig) and isinstance(second, NanoGPTConfig)
+            same = first.has_norm_bias == second.has_norm_bias
         elif isinstance(a, float) and isinstance(b, float):
             same = math.isclose(a, b, rel_tol=_FLOAT_TOLERANCE)
         else:

@@ -283,6 +283,13 @@ class Interleave(Transform):
         split = [array.reshape(self.heads, 1, -1, *rest) for array in sources]
         return np.concatenate(split, axis=1).reshape(-1, *rest)
 
+    def inverse(self, rule: Rule) -> list[Rule]:
+        """Each source is its part."""
+        return [
+            Rule(source, (rule.target,), Interleaved(self.heads, self.parts, index))
+            for index, source in enumerate(rule.sources)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Concat(Transform):

@@ -52,8 +52,9 @@ def test_goldens(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.network
-@pytest.mark.parametrize("dtype", ("keep", "f16"))
+@pytest.mark.parametrize("dtype", ("f32", "keep"))
 def test_smollm2(dtype: str, tmp_path: Path) -> None:
+    """Its weights come as Q8 and f16, which leave as f16: exact only where they were converted to f32."""
     oazoo.convert("smollm2-135m-instruct", tmp_path / "m.oam", dtype=dtype)
     oazoo.export(tmp_path / "m.oam", tmp_path / "out.onnx")
     loaded = Loaded(tmp_path / "out.onnx")
@@ -68,8 +69,8 @@ def test_smollm2(dtype: str, tmp_path: Path) -> None:
         agreed += int((every.argmax(axis=1) == greedy)[clear].sum())
         decided += int(clear.sum())
     print(f"SmolLM2 {dtype}: {worst:.3g} from the reference; {agreed} of {decided} greedy tokens")
-    assert worst <= (TOLERANCE if dtype == "keep" else 0.05) and agreed == decided > 0
-    same = oazoo.diff(tmp_path / "m.oam", tmp_path / "out.onnx")
+    assert worst <= (TOLERANCE if dtype == "f32" else 0.05) and agreed == decided > 0
+    same = oazoo.diff(tmp_path / "m.oam", tmp_path / "out.onnx", tolerance=0 if dtype == "f32" else 1e-2)
     assert same.equal and not same.options
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import GPT2, gpt2_tensors, write_hf
+from model_goldens import HF
 
 import oazoo.translators as package
 from oazoo.formats.detect import open_source
@@ -42,8 +43,7 @@ def test_a_new_file_is_a_new_architecture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [DATA / "hf" / name for name in ("gpt2", "llama", "llama_tied_bf16", "qwen2")]
-    + [DATA / "gguf" / f"tiny-{kind}.gguf" for kind in ("F32", "BF16")],
+    [DATA / "hf" / name for name in HF] + [DATA / "gguf" / f"tiny-{kind}.gguf" for kind in ("F32", "BF16")],
     ids=lambda path: path.name,
 )
 def test_maps_run_backwards_to_the_source(path: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,6 +11,9 @@ from oazoo.translators.rules import (
     Chain,
     Concat,
     Identity,
+    Interleave,
+    Interleaved,
+    Offset,
     Reshape,
     RopePermute,
     Rule,
@@ -61,6 +65,10 @@ def test_rope_permute_with_the_wrong_head_count_differs() -> None:
         (Concat(1, (2, 3)), [(4, 2), (4, 3)], (4, 5)),
         (Slice(0, 1, 3, 4), [(4, 7)], (2, 7)),
         (Slice(1, 0, 3, 4), [(7, 4)], (7, 3)),
+        (Offset(1.0), [(3, 4)], (3, 4)),
+        (Interleaved(2, 3, 1), [(24, 5)], (8, 5)),
+        (Interleaved(2, 3, 2), [(24,)], (8,)),
+        (Interleave(2, 3), [(8, 5)] * 3, (24, 5)),
     ],
 )
 def test_shape_is_that_of_the_values(
@@ -88,6 +96,14 @@ def test_shape_is_that_of_the_values(
         (Slice(0, 3, 3, 4), [(4, 7)]),
         (Slice(0, 2, 5, 4), [(4, 7)]),
         (Slice(2, 0, 1, 4), [(4, 7)]),
+        (Offset(1.0), [(3,), (3,)]),
+        (Interleaved(2, 3, 1), [(20, 5)]),
+        (Interleaved(2, 3, 3), [(24, 5)]),
+        (Interleaved(2, 3, 0), [()]),
+        (Interleave(2, 3), [(8, 5)] * 2),
+        (Interleave(2, 3), [(8, 5), (8, 5), (8, 4)]),
+        (Interleave(3, 3), [(8, 5)] * 3),
+        (Interleave(2, 0), []),
     ],
 )
 def test_misfits_are_refused(transform: Transform, shapes: list[tuple[int, ...]]) -> None:
@@ -105,6 +121,8 @@ def test_rules_run_backwards() -> None:
         "b": random.normal(size=(4, 3)),
         "fused": random.normal(size=(9, 2)),
         "wide": random.normal(size=(2, 9)),
+        "heads": random.normal(size=(24, 2)),
+        "norm": random.integers(-64, 64, 5).astype(np.float32) / 64,
     }
     rules = [
         Rule("t.same", ("same",)),
@@ -116,6 +134,8 @@ def test_rules_run_backwards() -> None:
         Rule("t.k", ("fused",), Slice(0, 4, 6, 9)),
         Rule("t.left", ("wide",), Slice(1, 0, 5, 9)),
         Rule("t.right", ("wide",), Slice(1, 5, 9, 9)),
+        *(Rule(f"t.part{n}", ("heads",), Interleaved(4, 3, n)) for n in (2, 0, 1)),
+        Rule("t.norm", ("norm",), Offset(1.0)),
     ]
     targets = run(rules, sources)
     back = invert(rules)
@@ -135,11 +155,32 @@ def test_rules_run_backwards() -> None:
         [Rule("q", ("x",), Slice(0, 0, 4, 9)), Rule("k", ("x",), Slice(0, 5, 9, 9))],
         [Rule("q", ("x",), Slice(0, 0, 5, 9)), Rule("k", ("x",), Slice(0, 4, 9, 9))],
         [Rule("a", ("x",)), Rule("b", ("x",))],
+        [Rule("q", ("x",), Interleaved(2, 2, 0))],
+        [Rule("q", ("x",), Interleaved(2, 2, 0)), Rule("k", ("x",), Interleaved(2, 2, 0))],
+        [Rule("q", ("x",), Interleaved(2, 2, 0)), Rule("k", ("x",), Interleaved(4, 2, 1))],
     ],
 )
 def test_what_the_targets_do_not_determine_is_refused(rules: list[Rule]) -> None:
     with pytest.raises(TranslationError):
         invert(rules)
+
+
+def test_parts_of_every_head() -> None:
+    """GPT-NeoX's weight, row by row: of head h first its queries, then its keys, then its values."""
+    heads, dim = 3, 4
+    stored = np.array([(h, part, row) for h in range(heads) for part in range(3) for row in range(dim)])
+    for part in range(3):
+        wanted = np.array([(h, part, row) for h in range(heads) for row in range(dim)])
+        assert np.array_equal(Interleaved(heads, 3, part).apply([stored]), wanted)
+    assert not np.array_equal(Interleaved(1, 3, 0).apply([stored]), Interleaved(heads, 3, 0).apply([stored]))
+
+
+def test_an_offset_is_added_in_float32() -> None:
+    small = np.array([1.0, -0.0078125], dtype=ml_dtypes.bfloat16)
+    assert Offset(1.0).apply([small]).tolist() == [2.0, 0.9921875]
+    assert Offset(1.0).apply([np.array([1e-20], np.float32)]).dtype == np.float32
+    assert not Offset(1.0).keeps_values and not Offset(1.0).on_rows
+    assert Offset(1.0).name == "Offset(+1)" and Offset(-1.0).name == "Offset(-1)"
 
 
 def test_a_rule_reads_as_a_sentence() -> None:
