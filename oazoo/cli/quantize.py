@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from oazoo.cli._quality import Quality, quality_options
+from oazoo.cli._text import read_text
 from oazoo.cli.common import (
     emit_json,
     emit_table,
@@ -19,7 +20,7 @@ from oazoo.cli.common import (
     say,
 )
 from oazoo.translators.plan import any_layer
-from oazoo.zoo.quantize import TARGETS, QuantizeReport, quantize
+from oazoo.zoo.quantize import METHODS, TARGETS, QuantizeReport, quantize
 
 
 @click.command()
@@ -28,6 +29,32 @@ from oazoo.zoo.quantize import TARGETS, QuantizeReport, quantize
 @click.option("--to", required=True, type=click.Choice(TARGETS), help="q4: 5.0 bits a weight; q8: 9.0.")
 @click.option(
     "--keep", multiple=True, metavar="PATTERN", help="Leave tensors dense whose names match (shell style)."
+)
+@click.option(
+    "--q8",
+    multiple=True,
+    metavar="PATTERN",
+    help="Pack tensors to q8 whose names match, the others as --to says.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    default="absmax",
+    show_default=True,
+    help="For q4, search finds each block's best scale and codes; weighted also minds what a column is multiplied with.",
+)
+@click.option(
+    "--stats",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="For weighted: what oazoo calibrate made.  [default: the model is run]",
+)
+@click.option(
+    "--text",
+    "text_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="For weighted without --stats: UTF-8 text to run the model on.  [default: a general text of ours]",
 )
 @click.option(
     "--allow-nonfinite", is_flag=True, help="Pack NaN and infinities as 0 instead of refusing them."
@@ -44,6 +71,10 @@ def command(
     output: Path | None,
     to: str,
     keep: tuple[str, ...],
+    q8: tuple[str, ...],
+    method: str,
+    stats: Path | None,
+    text_file: Path | None,
     allow_nonfinite: bool,
     dry_run: bool,
     force: bool,
@@ -52,11 +83,13 @@ def command(
 ) -> None:
     """Pack the dense weights of IN.oam (f32, f16, bf16; 2 or more dimensions) into blocks of 4 or 8 bits.
 
-    The packing kernels run on the Vulkan device (OAZOO_DEVICE); the bits are the same on every device and are those of
-    the format's own encoder. Everything else in the file is carried over; the optimizer's state is dropped.
+    The packing kernels run on the Vulkan device (OAZOO_DEVICE). By absmax the bits are the same on every device and are
+    those of the format's own encoder; every method's result is an ordinary file of the format. Everything else in
+    the file is carried over; the optimizer's state is dropped.
     """
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
+    text = None if text_file is None else read_text(text_file, "the text to calibrate on")
     more: dict[str, Any] = {}
     with progress_bar() as progress:
 
@@ -66,6 +99,10 @@ def command(
                 path,
                 to,
                 keep=keep,
+                q8=q8,
+                method=method,
+                statistics=stats,
+                text=text,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=force,
                 dry_run=dry_run,

@@ -11,7 +11,8 @@ decoded inside the kernel; sums are float32. Three variants compute the same:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from oazoo.errors import DeviceError
 from oazoo.runtime.ops.activation import activate, activate_gated
@@ -37,6 +38,27 @@ _LANES, _LANES_ROWS = 8, 8
 _FEW_ROWS = {"lanes": 2, "group": 4}
 #: wide: rows from which turning weights over pays, and the bytes of them that stay in a processor's cache.
 _MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
+
+#: Is told of every product: its input f32 [rows, inputs], after the norm if there is one, and its weights.
+Observer = Callable[[Tensor, Sequence[Tensor]], None]
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell ``observer`` of every product that is recorded inside; for statistics of what weights are multiplied with."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _tell(x: Tensor, norm: Tensor | None, eps: float, weights: Sequence[Tensor]) -> None:
+    if _observers:
+        x = x if norm is None else rms_norm(x, norm, eps)
+        for observer in _observers:
+            observer(x, weights)
 
 
 def linear(
@@ -84,6 +106,7 @@ def linear(
     require_dense(y, op, "out", "f32", rows, outputs)
     if residual is not None:
         require_dense(residual, op, "residual", "f32", rows, outputs)
+    _tell(x, norm, eps, weights)
     if taping(x, residual, norm, *weights, *biases):
         require(out is None, op, "a product with a gradient goes into a tensor of its own")
         return _taped_linear(x, weights, biases, norm, eps, gelu, residual)
@@ -138,6 +161,7 @@ def gated(
         gate.dtype == up.dtype, op, f"gate is {gate.dtype} and up {up.dtype}; they must have one encoding"
     )
     rows = _check(op, x, [gate, up], [gate_bias, up_bias])
+    _tell(x, norm, eps, [gate, up])
     if taping(x, norm, gate, up, gate_bias, up_bias):
         both = _taped_linear(x, [gate, up], [gate_bias, up_bias], norm, eps, False, None)
         return activate_gated(both, "gelu_tanh" if gelu else "silu")

@@ -47,6 +47,10 @@ class Packer:
         self._output = Tensor.empty(device, (elements,), encoding)
         self._odd = Tensor.empty(device, (2,), "u32")
 
+    def place(self, weights: npt.NDArray[np.float32]) -> Tensor:
+        """Weights where a call can take them."""
+        return Tensor.from_numpy(self._device, weights)
+
     def __call__(
         self, values: npt.NDArray[Any], weights: Tensor | None = None, first: int = 0
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32], NonFinite]:

@@ -110,6 +110,23 @@ def test_keep_dry_run_and_the_predicted_size(dense: Path, tmp_path: Path) -> Non
         assert after["layers.0.attn.q.weight"].info.encoding == "q4"
 
 
+def test_some_tensors_to_q8(dense: Path, tmp_path: Path, oamref: Any) -> None:
+    """Two encodings in one file, by pattern, as the plan said and as the rule of each wants."""
+    out = tmp_path / "out.oam"
+    planned = quantize(dense, None, "q4", q8=["embed*", "*.k.*"], keep=["*.k.*"], dry_run=True)
+    done = quantize(dense, out, "q4", q8=["embed*", "*.k.*"], keep=["*.k.*"], method="search")
+    assert planned.tensors == done.tensors and planned.output_bytes == out.stat().st_size
+    with OamSource(dense) as before, OamSource(out) as after:
+        assert after["embed.weight"].info.encoding == "q8"
+        assert after["layers.0.attn.q.weight"].info.encoding == "q4"
+        assert after["layers.0.attn.k.weight"].info.encoding == "bf16"  # --keep is stronger
+        assert np.array_equal(after["embed.weight"].numpy(), rule(before["embed.weight"].numpy(), 127))
+        assert after.metadata["quantization"]["q8"] == ["embed*", "*.k.*"]
+    oamref.load(out)
+    with pytest.raises(UsageError, match="--q8 'emebd\\*' matches no tensor"):
+        quantize(dense, out, "q4", q8=["emebd*"], overwrite=True)
+
+
 def test_refusals_leave_nothing_behind(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.oam"
     with pytest.raises(UsageError, match="'emebd\\*' matches no tensor"):
