@@ -1,7 +1,8 @@
 """Writing ``.oam`` version 3: laid out from descriptions, streamed, atomic.
 
 The whole layout follows from the names, shapes and encodings, so every payload has its place in the file before a byte
-moves, payloads can come in any order and in pieces, and memory stays at one small buffer.
+moves, payloads can come in any order and in pieces, and memory stays at a few small buffers. Weights that come in the order
+of the entries are hashed by a thread while they are written; what comes otherwise is read again for its checksum.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import numpy as np
 from oazoo.errors import FormatError, UsageError
 from oazoo.formats import encodings
 from oazoo.formats import oam_layout as layout
-from oazoo.formats.atomic import AtomicFile, check_output, check_space, output_error
-from oazoo.formats.hashing import Fnv1a64, fnv1a64
+from oazoo.formats.atomic import AtomicFile, EarlyFlush, check_output, check_space, output_error
+from oazoo.formats.hashing import BackgroundFnv1a64, Fnv1a64, fnv1a64
 from oazoo.formats.messages import quoted
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
 from oazoo.formats.oam_names import stored_names, with_names
+
+#: Weights below this are hashed at the end: starting a thread would take longer.
+_WORTH_A_THREAD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,11 @@ class OamEntry:
 
 @dataclass(slots=True)
 class _Slot:
-    """Where a tensor's payload goes in the file."""
+    """Where a tensor's payload goes in the file. ``begin`` is where the payload before it ends; zeros are between."""
 
     offset: int
     size: int
+    begin: int
     written: bool = False
 
 
@@ -87,7 +92,7 @@ class OamWriter:
         self._overwrite = overwrite
         self._optimizer = optimizer
         self._stored = stored_names(entry.name for entry in entries if entry.section == "weights")
-        self._config = replace(config, payload=with_names(config.payload, self._stored)).pack()
+        self._config = self._packed(config)
         self._progress = _pack_progress(progress)
         self._assets = {f"{layout.ASSET_PREFIX}{name}": data for name, data in (assets or {}).items()}
         carried = _carried(entries, self._stored)
@@ -97,6 +102,13 @@ class OamWriter:
         self._slots: dict[str, _Slot] = {}
         self._lay_out([*entries, *blobs])
         self._output: AtomicFile | None = None
+        self._flush: EarlyFlush | None = None
+        #: The hash of the weights section up to ``_hashed`` in the file, as far as payloads came in order.
+        self._sum: BackgroundFnv1a64 | None = None
+        self._hashed = 0
+
+    def _packed(self, config: OamConfig) -> bytes:
+        return replace(config, payload=with_names(config.payload, self._stored)).pack()
 
     def _lay_out(self, entries: list[OamEntry]) -> None:
         """Place every section and tensor. ``_tables`` are the tensor tables, ``_sections`` (type, offset, size)."""
@@ -128,14 +140,15 @@ class OamWriter:
     def _place(self, entries: list[OamEntry], blob: int) -> tuple[bytes, int]:
         """The tensor table of one section whose data starts at ``blob``, and the size of the data."""
         table = [layout.COUNT.pack(len(entries), 0)]
-        position = end = 0
+        position = end = filled = 0
         for entry in entries:
             if entry.name in self._slots:
                 raise FormatError(f"{self.path}: tensor {quoted(entry.name)} comes twice")
             record, size = _pack_entry(entry, self._stored.get(entry.name, entry.name), position)
             table.append(record)
-            self._slots[entry.name] = _Slot(blob + position, size, written=size == 0)
+            self._slots[entry.name] = _Slot(blob + position, size, blob + filled, written=size == 0)
             end = position + size
+            filled = end if size else filled
             position = -(-end // layout.ALIGNMENT) * layout.ALIGNMENT
             if position > encodings.MAX_SIZE:
                 raise FormatError(f"{self.path}: the tensors together take more than 2^63 bytes")
@@ -148,17 +161,46 @@ class OamWriter:
         try:
             file = self._output.file
             file.truncate(self.size)
-            self._put(layout.PAGE, self._config)
+            self._flush = EarlyFlush(file)
             for offset, table in self._tables:
                 self._put(offset, table)
+            self._follow()
             for name, data in self._assets.items():
                 self.write(name, data)
         except BaseException as error:
+            self._drop_sum()
             self._output.abort()
             if isinstance(error, OSError):
                 raise output_error(self.path, error) from error
             raise
         return self
+
+    def replace_config(self, config: OamConfig) -> None:
+        """Store another Config section of the same length, which is not known until the weights have been read.
+
+        Raises:
+            FormatError: its length differs.
+        """
+        packed = self._packed(config)
+        if len(packed) != len(self._config):
+            raise FormatError(
+                f"{self.path}: the config has {len(packed)} bytes in place of {len(self._config)}, for which room was left"
+            )
+        self._config = packed
+
+    def _follow(self) -> None:
+        """Begin to hash the weights as they come."""
+        start, table = self._tables[0]
+        self._hashed = start + len(table)
+        size = next(size for kind, _, size in self._sections if kind == layout.WEIGHTS)
+        if size >= _WORTH_A_THREAD:
+            self._sum = BackgroundFnv1a64()
+            self._sum.update(memoryview(table))
+
+    def _drop_sum(self) -> None:
+        if self._sum is not None:
+            self._sum.close()
+        self._sum = None
 
     def write(self, name: str, data: Any) -> None:
         """Store the payload of tensor ``name``: one buffer (bytes, NumPy array …), or an iterable of buffers.
@@ -173,22 +215,41 @@ class OamWriter:
             raise UsageError(f"{self.path}: {quoted(name)} is not among the entries")
         if slot.written and slot.size:
             raise UsageError(f"{self.path}: {quoted(name)} has been written already")
+        follows = self._sum is not None and slot.begin == self._hashed
+        try:
+            self._write(name, slot, data, follows)
+        except BaseException:
+            if follows:  # what has been hashed of it may be written anew
+                self._drop_sum()
+            raise
+        slot.written = True
+
+    def _write(self, name: str, slot: _Slot, data: Any, follows: bool) -> None:
+        summed = self._sum if follows else None
+        if summed is not None and slot.size:
+            summed.update(memoryview(bytes(slot.offset - slot.begin)))
         position = 0
         for piece in _buffers(data):
             if position + len(piece) > slot.size:
                 raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got more")
+            if summed is not None:
+                summed.update(piece)
             self._put(slot.offset + position, piece)
             position += len(piece)
         if position != slot.size:
             raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got {position}")
-        slot.written = True
+        if summed is not None and slot.size:
+            self._hashed = slot.offset + slot.size
 
     def _put(self, offset: int, data: bytes | memoryview) -> None:
-        if self._output is None:
+        if self._output is None or self._flush is None:
             raise UsageError(f"{self.path}: an OamWriter is used in a with statement")
         try:
-            self._output.file.seek(offset)
-            self._output.file.write(data)
+            self._output.raw.seek(offset)
+            left = memoryview(data)
+            while left:  # a full disk takes what fits, and says so at the next attempt
+                left = left[self._output.raw.write(left) :]
+            self._flush.wrote(len(data))
         except OSError as error:
             raise output_error(self.path, error) from error
 
@@ -200,7 +261,10 @@ class OamWriter:
         try:
             if kind is None:
                 self._finish()
+            else:
+                self._drop_sum()
         except BaseException as error:
+            self._drop_sum()
             output.abort()
             if isinstance(error, OSError):
                 raise output_error(self.path, error) from error
@@ -219,8 +283,8 @@ class OamWriter:
                 f"{self.path}: {len(missing)} tensors were never written, the first is {quoted(missing[0])}"
             )
         assert self._output is not None
-        file = self._output.file
         places = {kind: offset for kind, offset, _ in self._sections}
+        self._put(layout.PAGE, self._config)
         if self._optimizer is not None:
             position = places[layout.OPTIMIZER_SECTION]
             self._put(position, self._optimizer_header)
@@ -230,11 +294,13 @@ class OamWriter:
                     self._put(position, piece)
                     position += len(piece)
         self._put(places[layout.PROGRESS_SECTION], self._progress)
-        file.flush()
         table = b""
         for kind, offset, size in self._sections:
-            digest = Fnv1a64()
-            digest.update_from_file(file, offset, size)
+            digest, done = Fnv1a64(), 0
+            if kind == layout.WEIGHTS and self._sum is not None:
+                digest, done = self._sum.finish(), self._hashed - offset
+                self._sum = None
+            digest.update_from_file(self._output.raw, offset + done, size - done)
             table += layout.SECTION_HEADER.pack(kind, 0, b"", 0, offset, size, 0, digest.value, b"")
         header = [layout.MAGIC, layout.VERSION, len(self._sections), 0, self.size, 0, b""]
         header[5] = fnv1a64(layout.FILE_HEADER.pack(*header) + table)

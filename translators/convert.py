@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from oazoo.configs import ModelConfig
 from oazoo.errors import FormatError, OutputError, TranslationError, UsageError
-from oazoo.formats.atomic import check_output
-from oazoo.formats.mapped import open_regular
+from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.messages import some
 from oazoo.formats.oam_writer import OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
 from oazoo.translators.plan import Plan, any_layer, plan
 from oazoo.translators.raw_config import RawConfig
+from oazoo.translators.source_hashes import SourceHashes
 from oazoo.translators.translator import Translator
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_READ = 4 << 20
 
 
 class Progress(Protocol):
@@ -243,29 +241,31 @@ def convert(
     """
     target = check_output(out, overwrite=overwrite)
     with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance, own=own) as planned:
+        files = planned.hashed_files()
+        check_not_input(out, files)
+        known = _known_hashes(planned.provenance)
         _check_disk(planned, target)
         stamps = _stamps(planned)
         _check_ties(planned)
-        hashes = _hashes(planned, _known_hashes(planned.provenance), progress)
-        config = planned.oam_config(hashes)
-        record = planned.source_record(hashes)
         writer = OamWriter(
             out,
-            config=config,
+            config=planned.oam_config({}),
             entries=planned.entries(),
             assets=planned.oam_assets(),
             overwrite=overwrite,
         )
         total = sum(tensor.nbytes for tensor in planned.tensors)
         reports, done = [], 0
-        with writer:
+        with SourceHashes(files, known) as hashes, writer:
             for tensor in planned.tensors:
                 measured = Measured()
                 pieces = stream(tensor, planned.checkpoint.source, measured)
                 writer.write(tensor.target, _told(pieces, progress, done, total))
                 done += tensor.nbytes
                 reports.append(tensor_report(tensor, measured))
+            found = hashes.result(None if progress is None else partial(progress, "hash"))
             _check_unchanged(stamps)
+            writer.replace_config(planned.oam_config(found))
         return ConversionReport(
             Path(out),
             writer.size,
@@ -274,7 +274,7 @@ def convert(
             tuple(reports),
             planned.checked.ignored,
             planned.notes,
-            record,
+            planned.source_record(found),
         )
 
 
@@ -351,30 +351,3 @@ def _known_hashes(provenance: Mapping[str, Any]) -> Mapping[str, str]:
                 f"provenance: {str(digest)[:64]!r} is not the SHA-256 of {name!r} in hexadecimal"
             )
     return dict(files)
-
-
-def _hashes(planned: Plan, known: Mapping[str, str], progress: Progress | None) -> dict[str, str]:
-    """SHA-256 of every source file by name, as they are now.
-
-    Raises:
-        FormatError: a file is not what it was when its hash became known.
-    """
-    hashes = {}
-    files = planned.hashed_files()
-    total, done = sum(path.stat().st_size for path in files), 0
-    for path in files:
-        digest = hashlib.sha256()
-        with open_regular(path) as file:
-            while data := file.read(_READ):
-                digest.update(data)
-                done += len(data)
-                if progress is not None:
-                    progress("hash", done, total)
-        hashes[path.name] = digest.hexdigest()
-        wanted = known.get(path.name, hashes[path.name])
-        if wanted != hashes[path.name]:
-            raise FormatError(
-                f"{path}: has changed since it was fetched: its SHA-256 was {wanted} and is {hashes[path.name]}. Remove "
-                f"{path.parent} and fetch the model again"
-            )
-    return hashes

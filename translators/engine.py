@@ -385,6 +385,10 @@ def _count_nonfinite(values: npt.NDArray[Any], measured: Measured) -> None:
         magnitude = values.view(np.uint16) & np.uint16(0x7FFF)
         if int(magnitude.max(initial=0)) < infinity:
             return
+    # One pass, without a mask: NaN and infinity do not vanish in a sum. A sum may also overflow; then the mask decides.
+    with np.errstate(all="ignore"):
+        if values.dtype.kind == "f" and np.isfinite(np.add.reduce(values)):
+            return
     finite = np.isfinite(values)
     if finite.all():
         return

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oazoo.formats.hashing import Fnv1a64, fnv1a64
+from oazoo.formats.hashing import BackgroundFnv1a64, Fnv1a64, fnv1a64
 
 
 def plain(data: bytes) -> int:
@@ -96,3 +96,27 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     path.write_bytes(b"12345")
     with path.open("rb") as file, pytest.raises(EOFError, match="5 bytes early"):
         Fnv1a64().update_from_file(file, 0, 10)
+
+
+def test_a_thread_gives_the_same_hash() -> None:
+    data = np.random.default_rng(3).integers(0, 256, 7_000_003, np.uint8).tobytes()
+    digest = BackgroundFnv1a64()
+    position = 0
+    for size in (0, 1, 63, 1 << 20, (1 << 20) + 1, 3_500_000, len(data)):
+        piece = bytearray(data[position : position + size])
+        digest.update(memoryview(piece))
+        piece[:] = bytes(len(piece))  # the caller's buffer may be used again at once
+        position += size
+    assert digest.finish().value == fnv1a64(data)
+    assert BackgroundFnv1a64().finish().value == fnv1a64(b"")
+
+
+def test_a_failure_in_the_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("too little")
+
+    monkeypatch.setattr(Fnv1a64, "_absorb", fail)
+    digest = BackgroundFnv1a64()
+    digest.update(memoryview(bytes(10 << 20)))  # more than the thread has buffers for
+    with pytest.raises(MemoryError, match="too little"):
+        digest.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -159,3 +160,60 @@ def test_optimizers_come_back(tmp_path: Path) -> None:
             assert (read.eps, read.weight_decay, read.step) == (1.0, 2.0, 9)
             for ours, theirs in zip(read.moments, optimizer.moments, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
+
+
+SIZES = [700_001, 3, 0, 1 << 21, 64, 5]
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2, 3, 4, 5], [0, 1, 3, 4, 5], [5, 4, 3, 2, 1, 0], [0, 3, 1, 4, 2, 5]]
+)
+def test_checksums_whatever_the_order(tmp_path: Path, order: list[int]) -> None:
+    """Those of weights large enough for a thread: in order, with empty ones left out, backwards, and mixed."""
+    random = np.random.default_rng(0)
+    tensors = {f"t{index}": random.integers(0, 256, size, np.uint8) for index, size in enumerate(SIZES)}
+    entries = [OamEntry(name, value.shape, "u8") for name, value in tensors.items()]
+    path = tmp_path / "x"
+    with OamWriter(path, config=OamConfig("a"), entries=entries, assets={"b": bytes(99)}) as writer:
+        for index in order:
+            value = tensors[f"t{index}"]
+            writer.write(f"t{index}", [value[:1000], value[1000:]])
+    with OamSource(path) as source:
+        source.verify()
+        for name, value in tensors.items():
+            np.testing.assert_array_equal(source[name].numpy(), value)
+
+
+def test_a_payload_that_is_written_again_after_a_failure(tmp_path: Path) -> None:
+    entries = [OamEntry(f"t{index}", (1 << 20,), "u8") for index in range(3)]
+    values = [np.full(1 << 20, index + 1, np.uint8) for index in range(3)]
+    with OamWriter(tmp_path / "x", config=OamConfig("a"), entries=entries) as writer:
+        writer.write("t0", values[0])
+        with pytest.raises(FormatError, match="takes 1048576 bytes, got 1000"):
+            writer.write("t1", values[0][:1000])
+        writer.write("t1", values[1])
+        writer.write("t2", values[2])
+    with OamSource(tmp_path / "x") as source:
+        source.verify()
+        assert [int(source[f"t{index}"].numpy().max()) for index in range(3)] == [1, 2, 3]
+
+
+def test_a_failure_ends_the_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        OamWriter(tmp_path / "x", config=OamConfig("a"), entries=[OamEntry("w", (1 << 21,), "u8")]),
+    ):
+        assert threading.active_count() == before + 1
+        raise KeyboardInterrupt
+    assert threading.active_count() == before and not list(tmp_path.iterdir())
+
+
+def test_the_config_may_come_last(tmp_path: Path) -> None:
+    with OamWriter(tmp_path / "x", config=OamConfig("a", payload=b'{"oazoo": 1}'), entries=[]) as writer:
+        with pytest.raises(FormatError, match="in place of"):
+            writer.replace_config(OamConfig("a", payload=b'{"oazoo": 12}'))
+        writer.replace_config(OamConfig("a", payload=b'{"oazoo": 2}'))
+    with OamSource(tmp_path / "x") as source:
+        source.verify()
+        assert source.config.payload == b'{"oazoo": 2}'
