@@ -68,10 +68,9 @@ def spm_settings(
     if isinstance(unknown, str) and unknown in ids:
         types[ids[unknown]] = spm.UNKNOWN
     groups = _groups(model.get("merges") or (), where)
-    for (
-        whole
-    ) in groups:  # an added token that is also merged is a piece as any other, as Gemma's runs of spaces
-        if whole in ids and types[ids[whole]] == spm.USER_DEFINED:
+    # Added tokens that stand for spaces are not found in texts, only merged: Gemma's runs of them.
+    for whole in groups:
+        if spm.SPACE in whole and whole in ids and types[ids[whole]] == spm.USER_DEFINED:
             types[ids[whole]] = spm.NORMAL
     made = [whole for whole in groups if whole in ids and types[ids[whole]] == spm.NORMAL]
     scores = _scores(tokens, types, {whole: float(-rank) for rank, whole in enumerate(made)})
