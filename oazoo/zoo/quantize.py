@@ -67,6 +67,8 @@ _NEVER = (
 EMBEDDING = "embed.weight"
 #: Elements that go through the device at a time: whole blocks, 16 MB of f32.
 CHUNK_ELEMENTS = 4 << 20
+#: Bytes copied at a time of tensors that stay as they are.
+PIECE = 4 << 20
 
 
 class Progress(Protocol):
@@ -310,7 +312,7 @@ def quantize(
             progress=opened.progress,
             overwrite=overwrite,
         )
-        dropped = ("the optimizer's state",) if opened.optimizer is not None else ()
+        dropped = ("the optimizer's state",) if opened.optimizer_kind is not None else ()
         report = QuantizeReport(
             source=str(source),
             output="" if output is None else str(output),
@@ -396,14 +398,15 @@ def _run(
         for step in report.tensors:
             tensor = source[step.name]
             try:
-                writer.write(step.name, tensor.raw() if step.reason else work.stream(tensor, step.target))
+                kept = bool(step.reason)
+                writer.write(step.name, tensor.pieces(PIECE) if kept else work.stream(tensor, step.target))
             except OazooError as error:
                 if str(source.path) not in str(error):
                     raise type(error)(f"{source.path}: {error}") from error
                 raise
         for name, state in source.state.items():
             if name != CARRIED_ASSET:
-                writer.write(name, state.raw())
+                writer.write(name, state.pieces(PIECE))
     return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
 
 
