@@ -56,6 +56,10 @@ class SourceTensor(ABC):
         raw = self.raw()
         yield from (raw[start : start + size] for start in range(0, raw.size, size))
 
+    def bytes_into(self, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy stored bytes from ``start`` on into ``out``, contiguous memory of the caller's, all of it."""
+        out[:] = self.raw()[start : start + out.size]
+
     @abstractmethod
     def numpy(self) -> npt.NDArray[Any]:
         """The values, of ``info.shape``.
