@@ -320,11 +320,7 @@ class Allocator:
                     offset = block.free.take(size)
                     if offset is not None:
                         return Range(self, block, offset, size)
-        block = self._new_block(
-            size if dedicated else min(_BLOCK_BYTES, self.max_buffer_bytes),
-            self._device_type,
-            mapped=self.unified,
-        )
+        block = self._new_block(size if dedicated else min(_BLOCK_BYTES, self.max_buffer_bytes))
         block.dedicated = dedicated
         offset = block.free.take(size)
         assert offset is not None
@@ -333,16 +329,16 @@ class Allocator:
     def allocate_host(self, nbytes: int) -> Range:
         """Memory that the host reads and writes at full speed, for copies from and to it; kernels do not touch it."""
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-        block = self._new_block(size, self._staging_type, mapped=True)
+        block = self._new_block(size, host=True)
         block.dedicated = True
         block.free.take(size)
         return Range(self, block, 0, size)
 
-    def _new_block(self, size: int, memory_type: int, *, mapped: bool) -> Block:
+    def _new_block(self, size: int, *, host: bool = False) -> Block:
         if self.memory_limit is not None and self.allocated_bytes + size > self.memory_limit:
             raise OutOfDeviceMemoryError(self._shortage(size, "OAZOO_MEMORY_LIMIT"))
         try:
-            block = Block(self, size, memory_type, mapped)
+            block = Block(self, size, self._staging_type if host else self._device_type, host or self.unified)
         except OutOfDeviceMemoryError:
             raise OutOfDeviceMemoryError(self._shortage(size, "the driver")) from None
         self.allocated_bytes += size
