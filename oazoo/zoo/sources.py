@@ -15,7 +15,7 @@ from pathlib import Path
 from oazoo.errors import FormatError, PullError
 from oazoo.formats.mapped import open_regular
 from oazoo.zoo.cards import CardSource
-from oazoo.zoo.download import Progress
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import HubRef, WheelRef
 from oazoo.zoo.store import StoredFile
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from oazoo import __version__
 from oazoo.errors import PullError
 from oazoo.zoo.cards import CardFile
-from oazoo.zoo.download import Progress, RemoteFile, download
+from oazoo.zoo.download import RemoteFile, download
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import HubRef, check_relative
 from oazoo.zoo.sources import Fetched, Resolved, Source, only_pickles, refuse_pickle
 from oazoo.zoo.store import StoredFile, make_key

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from oazoo.zoo.download import Progress, RemoteFile, download
+from oazoo.zoo.download import RemoteFile, download
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import UrlRef
 from oazoo.zoo.sources import Fetched, Resolved, Source, refuse_pickle
 from oazoo.zoo.store import StoredFile, make_key
