@@ -124,6 +124,28 @@ class MappedFile:
             pieces.append(data)
         return b"".join(pieces)
 
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out``, flat bytes, from ``offset`` on; as :meth:`read`, but into memory of the caller's."""
+        if not hasattr(os, "preadv"):  # Windows, macOS before 11
+            out[:] = self.read(offset, len(out))
+            return
+        if offset + len(out) > self.size:
+            raise FormatError(
+                f"{self.path}: cut short: {len(out)} bytes at offset {offset} lie outside the file of {self.size} bytes"
+            )
+        self._check_usable()
+        left = out
+        try:
+            while left:
+                got = os.preadv(self._file.fileno(), [left], offset)
+                if not got:
+                    raise FormatError(
+                        f"{self.path}: changed while it was read: the file is shorter than it was"
+                    )
+                left, offset = left[got:], offset + got
+        except OSError as error:
+            raise OazooError(f"{self.path}: cannot be read: {error.strerror}") from error
+
     def view(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
         """A read-only mapped view of ``[offset, offset + size)``, which lies inside the file."""
         self._check_usable()
@@ -238,6 +260,11 @@ class MappedTensor(SourceTensor):
         for start in range(0, self.info.nbytes, size):
             data = self._file.read(self._offset + start, min(size, self.info.nbytes - start))
             yield np.frombuffer(data, np.uint8)
+
+    def bytes_into(self, start: int, out: npt.NDArray[np.uint8]) -> None:
+        if start < 0 or start + out.size > self.info.nbytes:
+            raise ValueError(f"{start} to {start + out.size} is not within {self.info.nbytes} bytes")
+        self._file.read_into(self._offset + start, out.data)
 
     def with_type(self, encoding: str, shape: tuple[int, ...]) -> MappedTensor:
         """The same bytes under another encoding and shape, whose size the caller has checked."""

@@ -19,7 +19,6 @@ from oazoo.cli.common import (
     quiet_option,
     say,
 )
-from oazoo.translators.plan import any_layer
 from oazoo.zoo.quantize import METHODS, TARGETS, QuantizeReport, quantize
 
 
@@ -136,6 +135,8 @@ def command(
 
 def _show_plan(report: QuantizeReport) -> None:
     """The plan, the same tensor of all layers on one line."""
+    from oazoo.translators.plan import any_layer
+
     groups: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for t in report.tensors:
         shape = "×".join(map(str, t.shape)) or "scalar"

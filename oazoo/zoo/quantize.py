@@ -22,6 +22,7 @@ from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
 from oazoo.zoo.files import open_file
+from oazoo.zoo.pack_stream import SLOTS, PackedPiece, PackStream
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device, Tensor
@@ -65,8 +66,8 @@ _NEVER = (
 )
 #: The token embedding, which is also the head of models with tied embeddings.
 EMBEDDING = "embed.weight"
-#: Elements that go through the device at a time: whole blocks, 16 MB of f32.
-CHUNK_ELEMENTS = 4 << 20
+#: Elements that the device packs in one go: whole blocks, 4 MB of f32, which the caches hold.
+CHUNK_ELEMENTS = 1 << 20
 #: Bytes copied at a time of tensors that stay as they are.
 PIECE = 4 << 20
 
@@ -124,7 +125,6 @@ class QuantizeReport:
 @dataclass
 class _Work:
     packers: Mapping[str, Packer]
-    chunk: int
     allow_nonfinite: bool
     progress: Progress | None
     total: int
@@ -146,23 +146,20 @@ class _Work:
         # Nothing counts so little that its values may become anything.
         return self.packers[target].place(np.maximum(found, np.float32(1e-6)))
 
-    def stream(self, tensor: SourceTensor, target: str) -> Iterator[npt.NDArray[Any]]:
+    def stream(self, tensor: SourceTensor, pieces: Iterator[PackedPiece]) -> Iterator[npt.NDArray[Any]]:
         """The packed bytes of a tensor: its codes piece by piece, then its scales."""
         scales = []
-        start = 0
-        weights = self.weights(tensor, target)
-        for chunk in tensor.chunks(self.chunk):
-            codes, scale, odd = self.packers[target](chunk, weights, start)
+        for piece in pieces:
+            odd = piece.odd
             if odd.count and not self.allow_nonfinite:
                 raise FormatError(
                     f"tensor {tensor.info.name!r} holds values that are not finite: {odd.count} from element "
-                    f"{start + odd.first} on ({chunk[odd.first]}); they would be packed as 0. Mend the source, or allow it "
-                    "(--allow-nonfinite)"
+                    f"{piece.start + odd.first} on ({piece.values[odd.first]}); they would be packed as 0. Mend the source, "
+                    "or allow it (--allow-nonfinite)"
                 )
-            start += chunk.size
-            yield codes
-            scales.append(scale)
-            self.done += chunk.nbytes
+            yield piece.codes
+            scales.append(piece.scales.copy())
+            self.done += piece.values.nbytes
             if self.progress is not None:
                 self.progress("packing", self.done, self.total)
         yield from scales
@@ -388,18 +385,28 @@ def _run(
     chunk = max(32, chunk // 32 * 32)
     packers = {
         target: Packer(
-            device, target, chunk, "absmax" if target == "q8" or report.method == "absmax" else "search"
+            device,
+            target,
+            chunk,
+            "absmax" if target == "q8" or report.method == "absmax" else "search",
+            SLOTS,
         )
         for target in sorted({step.target for step in report.tensors if not step.reason})
     }
     tied = statistics is not None and EMBEDDING in statistics.shares
-    work = _Work(packers, chunk, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    work = _Work(packers, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    tasks = [(source[step.name], step.target) for step in report.tensors if not step.reason]
+    packed = PackStream(packers, tasks, chunk, work.weights)
     with writer:
         for step in report.tensors:
             tensor = source[step.name]
             try:
-                kept = bool(step.reason)
-                writer.write(step.name, tensor.pieces(PIECE) if kept else work.stream(tensor, step.target))
+                writer.write(
+                    step.name,
+                    tensor.pieces(PIECE)
+                    if step.reason
+                    else work.stream(tensor, packed.pieces(step.name)),
+                )
             except OazooError as error:
                 if str(source.path) not in str(error):
                     raise type(error)(f"{source.path}: {error}") from error
