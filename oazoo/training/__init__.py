@@ -1,0 +1,1 @@
+"""Training: optimizers, schedules, the loop, and what is kept of a run."""
