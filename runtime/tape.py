@@ -119,6 +119,43 @@ class GradientTape:
         self._reached.clear()
 
 
+def checkpoint(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``block(*inputs)``, keeping nothing of what happens inside: the way back computes it once more (arXiv:1604.06174).
+
+    Gradients are those without it, bit by bit: random draws inside are the same the second time.
+
+    Args:
+        block: depends on ``inputs`` and on tensors with ``requires_grad``, and on nothing else that needs a gradient.
+        inputs: what gradients flow on to.
+
+    Returns:
+        What ``block`` returns.
+    """
+    from oazoo.runtime.random import recorded_draws, replayed_draws
+
+    tape = _open.get()
+    if tape is None:
+        return block(*inputs)
+    with no_grad(), recorded_draws() as draws:
+        result = block(*inputs)
+    if any(result is x for x in inputs):
+        return result
+
+    def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
+        again = [detach(x) for x in inputs]
+        for x, wanted in zip(again, want, strict=True):
+            x.requires_grad = wanted
+        with GradientTape() as inner, replayed_draws(draws):
+            y = block(*again)
+        if inner.wants(y):
+            inner.backward(y, dy)
+        return [x.grad for x in again]
+
+    # Whether anything inside needs a gradient shows on the way back only.
+    tape.note(result, inputs, back)
+    return result
+
+
 def taped(result: Tensor, inputs: Sequence[Tensor | None], rule: Rule) -> Tensor:
     """``result``, noted on the open tape if there is one and any of ``inputs`` needs a gradient."""
     tape = _open.get()
