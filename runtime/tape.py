@@ -136,23 +136,29 @@ def checkpoint(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     tape = _open.get()
     if tape is None:
         return block(*inputs)
-    with no_grad(), recorded_draws() as draws:
-        result = block(*inputs)
-    if any(result is x for x in inputs):
-        return result
+
+    def run(wanted: Sequence[bool]) -> tuple[GradientTape, list[Tensor], Tensor]:
+        own = [detach(x) for x in inputs]
+        for x, want in zip(own, wanted, strict=True):
+            x.requires_grad = want
+        with GradientTape() as inner:
+            return inner, own, block(*own)
 
     def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
-        again = [detach(x) for x in inputs]
-        for x, wanted in zip(again, want, strict=True):
-            x.requires_grad = wanted
-        with GradientTape() as inner, replayed_draws(draws):
-            y = block(*again)
-        if inner.wants(y):
-            inner.backward(y, dy)
-        return [x.grad for x in again]
+        with replayed_draws(draws):
+            inner, own, y = run(want)
+        inner.backward(y, dy)
+        return [x.grad for x in own]
 
-    # Whether anything inside needs a gradient shows on the way back only.
-    tape.note(result, inputs, back)
+    # The first pass is taped as well, if only for a while: ops compute by parts under a tape, and by fused kernels, which
+    # round otherwise, without one.
+    with recorded_draws() as draws:
+        inner, own, result = run([tape.wants(x) for x in inputs])
+    for x, mine in zip(inputs, own, strict=True):
+        if result is mine:
+            return x
+    if id(result) in inner._reached:
+        tape.note(result, inputs, back)
     return result
 
 

@@ -16,7 +16,7 @@ from oazoo.runtime import Tensor, get_device
 from oazoo.runtime.ops import arithmetic, unary
 from oazoo.runtime.ops.activation import activate, activate_gated, softcap
 from oazoo.runtime.ops.common import eight_lanes
-from oazoo.runtime.ops.elementwise import add
+from oazoo.runtime.ops.elementwise import add, dequantize
 from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.linear import gated, linear
 from oazoo.runtime.ops.loss import cross_entropy
@@ -99,6 +99,26 @@ def test_norms(variant: str | None, shape: tuple[int, int]) -> None:
         [x, w, normal(*shape)],
     )
     check(lambda x, w: layer_norm(x, w, None, 1e-5, variant=variant), layer, [x, w])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_query_key_norm(whole: bool) -> None:
+    rows, heads, kv, dims = 3, 2, 1, 4
+
+    def numpy_form(x: F64, q: F64, k: F64) -> F64:
+        y = x.copy()
+        for first, count, w in ((0, heads, q), (heads, kv, k)):
+            columns = slice(first * dims, (first + count) * dims)
+            part = y[:, columns] if whole else y[:, columns].reshape(rows, count, dims)
+            y[:, columns] = rms(part, w).reshape(rows, count * dims)
+        return y
+
+    weights = [normal(heads * dims), normal(kv * dims)] if whole else [normal(dims), normal(dims)]
+    check(
+        lambda x, q, k: query_key_norm(x, q, k, heads, kv, 1e-5),
+        numpy_form,
+        [normal(rows, (heads + 2 * kv) * dims), *weights],
+    )
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 7, 3), (9, 32, 16), (33, 32, 24)])
@@ -380,13 +400,13 @@ def test_gradients_accumulate_until_they_are_taken_away() -> None:
 
 
 def test_an_op_without_a_gradient_fails_at_once() -> None:
-    x, weight = Tensor.from_numpy(get_device(), normal(1, 6)), Tensor.from_numpy(get_device(), normal(2))
+    x = Tensor.from_numpy(get_device(), normal(4))
     x.requires_grad = True
     with GradientTape():
-        with pytest.raises(DeviceError, match="query_key_norm has no gradient"):
-            query_key_norm(x, weight, weight, 1, 1, 1e-5)
+        with pytest.raises(DeviceError, match="dequantize has no gradient"):
+            dequantize(x)
         with no_grad():
-            query_key_norm(x, weight, weight, 1, 1, 1e-5)
+            dequantize(x)
 
 
 def test_misuse_of_a_tape() -> None:
