@@ -100,6 +100,14 @@ UNARY = {
 }
 #: The activations of activation.slang, whose way back is in unary.slang.
 BACK = {"silu": "Silu", "gelu_tanh": "GeluTanh", "gelu": "GeluErf"}
+#: What optimizers need besides their updates (optimizer.slang).
+OPTIMIZER_PARTS = {
+    "advance": "advance",
+    "squares": "squares",
+    "clip_factor": "clipFactor",
+    "rescale": "rescale",
+    "unit_norm": "unitNorm",
+}
 #: Head widths that have training attention of their own for CPU devices.
 TRAIN_HEAD_DIMS = (16, 32, 64)
 
@@ -121,6 +129,10 @@ def _training() -> dict[str, KernelSpec]:
     for name in ("fill", "axpy", "scale", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
+    for name in ("Sgd", "Adam", "Muon", "Apply"):
+        table[f"update_{name.lower()}"] = KernelSpec("optimizer", f"update<{name}>")
+    for name, entry in OPTIMIZER_PARTS.items():
+        table[name] = KernelSpec("optimizer", entry)
     table["rotate"] = KernelSpec("attention_train", "rotate")
     for part in ("forward", "queries", "keys"):
         table[f"attend_{part}_group"] = KernelSpec("attention_train", f"{part}Group")
