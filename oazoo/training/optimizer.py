@@ -225,17 +225,11 @@ class Optimizer:
     def _check(self, options: Mapping[str, Any]) -> None:
         for name, value in options.items():
             many = value if isinstance(value, tuple | list) else [value]
-            for number in many:
-                if isinstance(number, int | float) and not (math.isfinite(number) and number >= 0):
-                    if name != "coefficients":
-                        raise UsageError(
-                            f"{type(self).__name__}: {name} must be finite and not negative: {value}"
-                        )
-        for name in ("betas", "momentum"):
-            many = options.get(name, ())
-            for beta in many if isinstance(many, tuple | list) else [many]:
-                if not beta < 1:
-                    raise UsageError(f"{type(self).__name__}: {name} must be below 1, not {many}")
+            numbers = [number for number in many if isinstance(number, int | float)]
+            if name != "coefficients" and not all(math.isfinite(n) and n >= 0 for n in numbers):
+                raise UsageError(f"{type(self).__name__}: {name} must be finite and not negative: {value}")
+            if name in ("betas", "momentum") and not all(beta < 1 for beta in numbers):
+                raise UsageError(f"{type(self).__name__}: {name} must be below 1, not {value}")
 
     def _settings(self, options: Mapping[str, Any]) -> npt.NDArray[np.float32]:
         beta1, rest1, beta2, rest2 = self._betas(options)

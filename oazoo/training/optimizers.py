@@ -21,8 +21,8 @@ from oazoo.training.parameters import Parameters
 class SGD(Optimizer):
     """Stochastic gradient descent: ``g ← g + λp; v ← μv + (1 - τ)g; p ← p - lr v``.
 
-    The first v is g. With ``nesterov`` the step is ``g + μv``. As PyTorch defines it. ``compat="oa"`` with momentum: ``v ← μv + g;
-    p ← p - lr v - λp``, the decay not multiplied by the learning rate.
+    The first v is g. With ``nesterov`` the step is ``g + μv``. As PyTorch defines it. ``compat="oa"`` with momentum:
+    ``v ← μv + g; p ← p - lr v - λp``, the decay not multiplied by the learning rate.
 
     Args:
         parameters: see :class:`Optimizer`.
