@@ -86,7 +86,7 @@ class Optimizer:
         device = self.groups[0].parameters[0].tensor.device
         self._steps = Tensor.from_numpy(device, np.zeros(1, np.uint32))
         self._state: dict[str, dict[str, Tensor]] = {
-            parameter.name: {name: _zeros(parameter.tensor) for name in self._kept(group)}
+            parameter.name: {name: _zeros(parameter.tensor) for name in self.kept(group)}
             for group in self.groups
             for parameter in group.parameters
         }
@@ -179,7 +179,8 @@ class Optimizer:
                 f"the state is that of {state.get('kind')} (compat {state.get('compat')}), not of {type(self).__name__} "
                 f"(compat {self.compat})"
             )
-        groups = state["groups"]
+        steps, groups = int(state["steps"]), state["groups"]
+        self._check_steps(steps)
         names = [[p.name for p in group.parameters] for group in self.groups]
         if [group["params"] for group in groups] != names:
             raise UsageError("the state's groups have other parameters than these, or another order")
@@ -201,13 +202,17 @@ class Optimizer:
         for name, kept in self._state.items():
             for field, tensor in kept.items():
                 tensor.write(moments[name][field])
-        self.set_steps(int(state["steps"]))
+        self.set_steps(steps)
 
     def set_steps(self, steps: int) -> None:
         """Say how many steps have been taken, when a run continues."""
+        self._check_steps(steps)
+        self._steps.write(np.array([steps], np.uint32))
+
+    @staticmethod
+    def _check_steps(steps: int) -> None:
         if not 0 <= steps < 2**32:
             raise UsageError(f"{steps} steps cannot have been taken; 0 to {2**32 - 1} can")
-        self._steps.write(np.array([steps], np.uint32))
 
     def moment(self, name: str, field: str) -> Tensor:
         """What is kept for a parameter: the field ``m`` or ``v`` of :class:`oazoo.runtime.ops.optimizer.Slot`."""
@@ -215,7 +220,8 @@ class Optimizer:
 
     # What each optimizer says
 
-    def _kept(self, group: Group) -> tuple[str, ...]:
+    def kept(self, group: Group) -> tuple[str, ...]:
+        """The moments kept for each parameter of a group."""
         return self.moments
 
     def _betas(self, options: Mapping[str, Any]) -> tuple[float, float, float, float]:

@@ -69,7 +69,8 @@ class SGD(Optimizer):
                 raise UsageError("SGD: momentum cannot begin or end between steps, only change")
         super().set_options(group, **changes)
 
-    def _kept(self, group: Group) -> tuple[str, ...]:
+    def kept(self, group: Group) -> tuple[str, ...]:
+        """Nothing without momentum."""
         return self.moments if group.options["momentum"] else ()
 
     def _betas(self, options: Mapping[str, Any]) -> tuple[float, float, float, float]:

@@ -202,7 +202,7 @@ class Sequential:
 class ReduceOnPlateau:
     """Multiplies the rate with ``factor`` when a metric has not improved for more than ``patience`` observations.
 
-    An observation counts as improved when it is better than the best one by ``threshold``: a share of it (of its size), or with
+    An observation counts as improved when it is better than the best one by ``threshold``: a share of it, or with
     ``absolute`` (which is what OA does) the difference itself. An observation that is no number is none.
     """
 
