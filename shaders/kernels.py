@@ -102,6 +102,14 @@ UNARY = {
 BACK = {"silu": "Silu", "gelu_tanh": "GeluTanh", "gelu": "GeluErf"}
 #: Losses of a prediction against a target (pair_loss.slang), by the name of their op.
 PAIR_LOSSES = {"mse": "Mse", "l1": "L1", "smooth_l1": "SmoothL1", "binary_cross_entropy": "Bce"}
+#: What optimizers need besides their updates (optimizer.slang).
+OPTIMIZER_PARTS = {
+    "advance": "advance",
+    "squares": "squares",
+    "clip_factor": "clipFactor",
+    "rescale": "rescale",
+    "unit_norm": "unitNorm",
+}
 #: Head widths that have training attention of their own for CPU devices.
 TRAIN_HEAD_DIMS = (16, 32, 64)
 
@@ -133,6 +141,10 @@ def _training() -> dict[str, KernelSpec]:
     for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
+    for name in ("Sgd", "Adam", "Muon", "Apply"):
+        table[f"update_{name.lower()}"] = KernelSpec("optimizer", f"update<{name}>")
+    for name, entry in OPTIMIZER_PARTS.items():
+        table[name] = KernelSpec("optimizer", entry)
     table["rotate"] = KernelSpec("attention_train", "rotate")
     for part in ("forward", "queries", "keys"):
         table[f"attend_{part}_group"] = KernelSpec("attention_train", f"{part}Group")

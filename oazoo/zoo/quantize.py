@@ -403,9 +403,7 @@ def _run(
             try:
                 writer.write(
                     step.name,
-                    tensor.pieces(PIECE)
-                    if step.reason
-                    else work.stream(tensor, packed.pieces(step.name)),
+                    tensor.pieces(PIECE) if step.reason else work.stream(tensor, packed.pieces(step.name)),
                 )
             except OazooError as error:
                 if str(source.path) not in str(error):

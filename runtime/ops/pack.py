@@ -208,7 +208,7 @@ def _run(x: Tensor, packed: Tensor, odd: Tensor, method: str, weights: Tensor | 
     search = method == "search"
     kernel = x.device.kernel(f"{'encode' if search else 'pack'}_{packed.dtype}_{x.dtype}")
     reads: dict[str, Tensor | None] = {"x": x}
-    scalars = {}
+    scalars: dict[str, Any] = {}
     if weights is not None:
         require(search, "pack", "weights are for the method search")
         require_dense(weights, "pack", "weights", "f32", -1)
