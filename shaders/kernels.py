@@ -166,7 +166,8 @@ KERNELS: dict[str, KernelSpec] = {
         for source in ("f32", "f16", "bf16")
     },
     **{
-        f"encode_q4_{source}": KernelSpec("encode", f"encodeQ4<{source.upper()}Source>")
+        f"encode_{target}_{source}": KernelSpec("encode", f"encode{target.upper()}<{source.upper()}Source>")
+        for target in ("q4", "q8")
         for source in ("f32", "f16", "bf16")
     },
     **_linear(),

@@ -40,7 +40,7 @@ from oazoo.zoo.quantize import METHODS, TARGETS, QuantizeReport, quantize
     type=click.Choice(METHODS),
     default="absmax",
     show_default=True,
-    help="For q4, search finds each block's best scale and codes; weighted also minds what a column is multiplied with.",
+    help="search finds each block's best scale and codes; weighted also minds what a column is multiplied with.",
 )
 @click.option(
     "--stats",

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from oazoo.zoo.statistics import Statistics
 
 TARGETS = ("q4", "q8")
-#: How scales and codes are chosen: by the largest magnitude of a block; or, for q4, for the least squared error of a block,
-#: plain, or weighted by the mean squares of what each column is multiplied with.
+#: How scales and codes are chosen: by the largest magnitude of a block, or for the least squared error of a block, plain,
+#: or weighted by the mean squares of what each column is multiplied with.
 METHODS = ("absmax", "search", "weighted")
 #: Dense types that are packed; anything else of rank 2 or more stays as it is and is listed.
 _PACKED_TYPES = ("f32", "f16", "bf16")
@@ -135,8 +135,7 @@ class _Work:
     def weights(self, tensor: SourceTensor, target: str) -> Tensor | None:
         """How much each column's errors count; None if all count the same."""
         info = tensor.info
-        searched = self.statistics is not None and target == "q4"
-        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics and searched else None
+        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics else None
         if found is None or not found.mean() > 0:
             return None
         found = found / found.mean()
@@ -258,8 +257,8 @@ def quantize(
         to: ``q4`` (5 bits a weight with its scale) or ``q8`` (9 bits).
         keep: shell-style patterns of tensor names to leave dense.
         q8: shell-style patterns of tensor names to pack to Q8 where the others become Q4.
-        method: ``absmax``, the format's own rule; for q4 also ``search``, the scale and codes of least squared error of each
-            block, and ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied
+        method: ``absmax``, the format's own rule; ``search``, the scale and codes of least squared error of each block;
+            ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied
             with.
         statistics: for ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
             None, the model is run to measure them.
@@ -327,12 +326,10 @@ def check_method(to: str, method: str, statistics: Statistics | str | Path | Non
     """Refuse combinations that mean nothing.
 
     Raises:
-        UsageError: an unknown method, one that the target has not, or statistics or a text for a method without any.
+        UsageError: an unknown method or target, or statistics or a text for a method without any.
     """
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
-    if to == "q8" and method != "absmax":
-        raise UsageError(f"q8 is packed by absmax; {method} is for q4")
     if method != "weighted" and (statistics is not None or text is not None):
         raise UsageError(f"statistics and a text to gather them on are for the method weighted, not {method}")
     if statistics is not None and text is not None:
@@ -384,13 +381,7 @@ def _run(
     chunk = min(CHUNK_ELEMENTS, device.allocator.max_buffer_bytes // 4, -(-largest // 32) * 32)
     chunk = max(32, chunk // 32 * 32)
     packers = {
-        target: Packer(
-            device,
-            target,
-            chunk,
-            "absmax" if target == "q8" or report.method == "absmax" else "search",
-            SLOTS,
-        )
+        target: Packer(device, target, chunk, "absmax" if report.method == "absmax" else "search", SLOTS)
         for target in sorted({step.target for step in report.tensors if not step.reason})
     }
     tied = statistics is not None and EMBEDDING in statistics.shares
