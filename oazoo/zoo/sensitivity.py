@@ -35,8 +35,8 @@ from oazoo.zoo.statistics import Sensitivity
 
 #: Tokens of a sequence, and sequences, taken evenly from the text. The second half of each is held against the original.
 CONTEXT, SEQUENCES = 128, 2
-#: Layers at which the factor from moves to divergence is measured.
-_DEPTHS = 6
+#: Layers between the first and the last at which the factor from moves to divergence is measured.
+_DEPTHS = 5
 
 Ids = npt.NDArray[np.int32]
 
@@ -174,7 +174,7 @@ class _Measurement:
                 inside.setdefault(self._layer_of(name), []).append(name)
         outside = inside.pop(-1, [])
         depths = sorted(inside)
-        chosen = {depths[round(i)] for i in np.linspace(0, len(depths) - 1, _DEPTHS)} if depths else set()
+        chosen = _measured(depths)
         count = len(self._layers)
         whole = sum(count - layer for layer in chosen) + count * (1 + len(outside))
         self._total = len(self._sequences) * (sum(map(len, inside.values())) + whole)
@@ -262,6 +262,14 @@ def _finite(values: npt.NDArray[Any]) -> float:
     """Their mean; something large where a tensor makes the model overflow."""
     mean = float(values.astype(np.float64).mean())
     return mean if np.isfinite(mean) else float(np.finfo(np.float32).max)
+
+
+def _measured(layers: Sequence[int]) -> set[int]:
+    """Layers to measure as wholes: the first and the last, which are unlike the others, and some evenly between."""
+    if len(layers) < 3:
+        return set(layers)
+    between = np.linspace(1, len(layers) - 2, min(_DEPTHS, len(layers) - 2))
+    return {layers[0], layers[-1], *(layers[round(i)] for i in between)}
 
 
 def _between(factors: Mapping[int, float], layer: int) -> float:
