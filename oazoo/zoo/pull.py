@@ -16,7 +16,7 @@ from pathlib import Path
 from oazoo.errors import PullError, UsageError
 from oazoo.formats.gguf_split import all_parts
 from oazoo.zoo.cards import Card, CardSource, card_names, load_card
-from oazoo.zoo.download import Progress, no_progress
+from oazoo.zoo.progress import Progress, no_progress
 from oazoo.zoo.refs import CardRef, LocalRef, UrlRef, WheelRef, parse_ref
 from oazoo.zoo.sources import Notify, Resolved, Source, refuse_pickle, source_for
 from oazoo.zoo.store import Manifest, Store, is_offline, now

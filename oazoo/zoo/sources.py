@@ -16,7 +16,7 @@ from oazoo.errors import FormatError, PullError
 from oazoo.formats.gguf_split import first_part
 from oazoo.formats.mapped import open_regular
 from oazoo.zoo.cards import CardSource
-from oazoo.zoo.download import Progress
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import HubRef, WheelRef
 from oazoo.zoo.store import StoredFile
 

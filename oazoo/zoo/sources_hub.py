@@ -22,7 +22,8 @@ from oazoo.errors import PullError
 from oazoo.formats.gguf_split import all_parts
 from oazoo.formats.messages import some
 from oazoo.zoo.cards import CardFile
-from oazoo.zoo.download import Progress, RemoteFile, download
+from oazoo.zoo.download import RemoteFile, download
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import HubRef, check_relative
 from oazoo.zoo.sources import Fetched, Resolved, Source, only_pickles, refuse_pickle
 from oazoo.zoo.store import StoredFile, make_key

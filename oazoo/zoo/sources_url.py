@@ -7,7 +7,8 @@ from pathlib import Path
 
 from oazoo.errors import PullError
 from oazoo.formats.gguf_split import all_parts
-from oazoo.zoo.download import Progress, RemoteFile, download
+from oazoo.zoo.download import RemoteFile, download
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import UrlRef
 from oazoo.zoo.sources import Fetched, Resolved, Source, refuse_pickle
 from oazoo.zoo.store import StoredFile, make_key
