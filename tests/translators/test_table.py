@@ -24,6 +24,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.translators import convert, translators
 from oazoo.translators.export import export
 from oazoo.translators.exporter import config_differences
+from oazoo.translators.pretokenizers import PRE_TOKENIZERS
 from oazoo.zoo.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -208,6 +209,11 @@ def test_every_architecture_that_is_read_has_a_row() -> None:
     stated = {f"hf:{name}" for row in TABLE for name in names(row["Hugging Face"])}
     stated |= {f"gguf:{name}" for row in TABLE for name in names(row["GGUF"])}
     assert accepted == stated | {"torch:nanogpt", "onnx:graph", "onnx:oazoo", "raw:any"}
+
+
+def test_the_page_names_every_pre_tokenizer() -> None:
+    section = TEXT.partition("## Tokenizers in GGUF")[2].partition("in the order of the code:")[2]
+    assert names(section.partition(". Any other")[0]) == list(PRE_TOKENIZERS)
 
 
 def test_files_of_tests_exist() -> None:
