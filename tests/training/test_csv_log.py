@@ -200,4 +200,4 @@ def test_curves_are_a_picture(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no steps yet"):
         draw_curves(path, picture, overwrite=True)
     with pytest.raises(UsageError, match="no such log"):
-        draw_curves(tmp_path / "no.csv", picture)
+        draw_curves(tmp_path / "no.csv", picture, overwrite=True)
