@@ -35,9 +35,7 @@ _OPTIONS = [
         metavar="FILE|DIR",
         help="Text (UTF-8), or .jsonl with an example a line; more than one may be given.",
     ),
-    click.option(
-        "-o", "--output", type=click.Path(path_type=Path), metavar="RUN", help="The run's folder."
-    ),
+    click.option("-o", "--output", type=click.Path(path_type=Path), metavar="RUN", help="The run's folder."),
     click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in RUN."),
     click.option("--steps", type=int, help="Steps of the optimizer.  [default: what --epochs take]"),
     click.option("--epochs", type=float, default=1.0, show_default=True, help="Passes over the data."),
@@ -59,15 +57,21 @@ _OPTIONS = [
         default="cosine",
         show_default=True,
     ),
-    click.option("--warmup", type=float, default=0.05, show_default=True, help="Share of steps on the way up."),
+    click.option(
+        "--warmup", type=float, default=0.05, show_default=True, help="Share of steps on the way up."
+    ),
     click.option("--weight-decay", type=float, default=0.1, show_default=True, help="Of matrices."),
-    click.option("--clip", type=float, default=1.0, show_default=True, help="Largest gradient norm; 0: none."),
+    click.option(
+        "--clip", type=float, default=1.0, show_default=True, help="Largest gradient norm; 0: none."
+    ),
     click.option("--dropout", type=float, default=0.0, show_default=True),
     click.option(
         "--validation", type=float, default=0.05, show_default=True, help="Share of the data held back."
     ),
     click.option("--validate-every", type=int, help="Steps between validations.  [default: a tenth of all]"),
-    click.option("--checkpoint-every", type=int, help="Steps between checkpoints.  [default: a tenth of all]"),
+    click.option(
+        "--checkpoint-every", type=int, help="Steps between checkpoints.  [default: a tenth of all]"
+    ),
     click.option(
         "--patience", type=int, help="End after so many validations without improvement.  [default: never]"
     ),
@@ -99,15 +103,13 @@ def carry_out(
     """Make a run and fit it, with a bar, a log, curves, and a summary; or only say what it would do."""
     from oazoo.training.callbacks import ProgressReport
     from oazoo.training.control import TrainingControl, stop_on_signals
-    from oazoo.zoo.run_log import RunLog
 
     if output is None and not dry_run:
         raise click.UsageError("say where the run is kept: -o RUN (or --dry-run to see what it would take)")
     control = TrainingControl()
     with progress_bar() as progress:
-        log = [] if output is None or dry_run else [RunLog(output, resume=resume)]
         run = make(
-            callbacks=[ProgressReport(progress), *log],
+            callbacks=[ProgressReport(progress)],
             control=control,
             resume=resume,
             progress=progress,
@@ -125,8 +127,9 @@ def carry_out(
 def _tell_plan(run: Run) -> None:
     plan = run.plan
     say(
-        f"{plan.model}: {format_count(plan.trained)} of {format_count(plan.parameters)} parameters learn, {plan.steps} steps, "
-        f"rows of {plan.context} tokens, {format_count(plan.tokens_per_epoch)} tokens a pass, on {plan.device}"
+        f"{plan.model}: {format_count(plan.trained)} of {format_count(plan.parameters)} parameters learn, "
+        f"{plan.steps} steps, rows of {plan.context} tokens, {format_count(plan.tokens_per_epoch)} tokens a pass, "
+        f"on {plan.device}"
     )
 
 

@@ -16,7 +16,9 @@ from oazoo.cli._training import carry_out, settings_of, training_options
     "--lora", "rank", type=int, metavar="RANK", help="Train corrections of this rank beside the weights."
 )
 @click.option("--full", is_flag=True, help="Train all weights.")
-@click.option("--alpha", type=float, help="Strength of LoRA: corrections are times alpha / rank.  [default: 2 · RANK]")
+@click.option(
+    "--alpha", type=float, help="Strength of LoRA: corrections are times alpha / rank.  [default: 2 · RANK]"
+)
 @click.option("--lora-dropout", type=float, default=0.0, show_default=True)
 @click.option(
     "--target",

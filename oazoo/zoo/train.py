@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from oazoo.training.batches import Batch, Batches, one_pass
 from oazoo.training.callbacks import Callback, EarlyStopping
 from oazoo.training.checkpoints import ModelFile, RunFolder, checkpoints, latest_checkpoint
 from oazoo.training.control import TrainingControl
+from oazoo.training.csv_log import CsvLog
+from oazoo.training.curves import draw_curves
 from oazoo.training.data import Part, everything, load_data, split
 from oazoo.training.documents import Documents
 from oazoo.training.language import HeldOutLoss, LanguageStepper
@@ -51,6 +54,7 @@ from oazoo.zoo.train_settings import TrainSettings
 #: Longest rows unless longer ones are asked for: attention's cost grows with their square.
 _CONTEXT = 512
 _VALIDATION_TOKENS = 1 << 17
+LOG, CURVES = "log.csv", "curves.png"
 Floats = npt.NDArray[np.float32]
 Notify = Callable[[str], None]
 
@@ -301,8 +305,9 @@ class Run:
         # How long the run is may change when it goes on; everything else decides what its next step is.
         same = {k: v for k, v in settings.to_json().items() if k not in _MAY_CHANGE}
         self._run = {**subject.identity, "data": batches.digest, "settings": same}
-        folder = None
+        folder, log = None, list[Callback]()
         if output is not None:
+            log = [CsvLog(output / LOG, resumed=resume)]
             folder = RunFolder(
                 output,
                 model=subject.file,
@@ -320,7 +325,7 @@ class Run:
             validate_every=settings.validate_every or every,
             checkpoints=folder,
             checkpoint_every=settings.checkpoint_every or every,
-            callbacks=[*_early(settings), *callbacks],
+            callbacks=[*log, *_early(settings), *callbacks],
             control=control,
         )
         if resume:
@@ -343,8 +348,15 @@ class Run:
             OazooError: see :meth:`oazoo.training.loop.Trainer.fit`.
         """
         summary = self.trainer.fit()
-        if self.output is not None and self.subject.adapters is not None:
-            self._write_adapter(self.output)
+        if self.output is not None:
+            if self.trainer.validate is None:
+                # Without validation the last step is the best there is.
+                assert self.trainer.checkpoints is not None
+                self.trainer.checkpoints.save(self.trainer, best=True)
+            if self.subject.adapters is not None:
+                self._write_adapter(self.output)
+            if summary.steps and find_spec("matplotlib") is not None:
+                draw_curves(self.output / LOG, self.output / CURVES, overwrite=True)
         return summary
 
     def _write_adapter(self, output: Path) -> None:
