@@ -79,6 +79,7 @@ class GradientTape:
         """
         # An op without a rule never gets here: its result is not reached, and that shows at once.
         from oazoo.runtime.ops.arithmetic import accumulate, copied, fill
+        from oazoo.runtime.ops.elementwise import add
 
         if self._spent:
             raise DeviceError("this tape has gone backward already; open another for the next step")
@@ -115,7 +116,7 @@ class GradientTape:
                         tensor.grad = part if tensor.grad is None else accumulate(tensor.grad, part)
                         continue
                     before = gradients.get(id(tensor))
-                    gradients[id(tensor)] = part if before is None else accumulate(copied(before), part)
+                    gradients[id(tensor)] = part if before is None else add(before, part)
         self._reached.clear()
 
 
