@@ -137,12 +137,18 @@ class Module:
         for name, value in vars(self).items():
             yield from _held(name, value)
 
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """Every module below this one with its dotted name, in the order of assignment, those above before those below."""
+        for name, child in self.children():
+            if isinstance(child, Module):
+                yield prefix + name, child
+                yield from child.named_modules(f"{prefix}{name}.")
+
     def modules(self) -> Iterator[Module]:
         """This module and every one below it."""
         yield self
-        for _, child in self.children():
-            if isinstance(child, Module):
-                yield from child.modules()
+        for _, module in self.named_modules():
+            yield module
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Every parameter below this module with its dotted name, in the order of assignment; a shared one once."""
