@@ -301,6 +301,17 @@ class Device:
         self.allocator.next_value = self._submitted + 1
 
     @property
+    def busy(self) -> bool:
+        """Whether work is recorded, or was submitted and is not known to be done."""
+        return self._recording is not None or self._submitted > self._completed
+
+    def done(self, value: int) -> bool:
+        """Whether the submission with that timeline value is done; does not wait."""
+        if value > self._completed:
+            self._poll()
+        return value <= self._completed
+
+    @property
     def submitted(self) -> int:
         """The timeline value of the latest submission."""
         return self._submitted

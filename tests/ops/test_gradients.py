@@ -150,18 +150,25 @@ def test_fused_projections_and_folded_norms() -> None:
     )
 
 
-@pytest.mark.parametrize("encoding", ["f16", "bf16", "q8", "q4"])
-@pytest.mark.parametrize("rows", [2, 40])
-def test_gradients_pass_through_frozen_weights(encoding: str, rows: int) -> None:
+def frozen(encoding: str, outputs: int, inputs: int) -> tuple[Tensor, F64]:
+    """A weight that does not learn, and the values that it stands for."""
     device = get_device()
-    w = normal(24, 64)
+    w = normal(outputs, inputs)
     if encoding in ("q8", "q4"):
         weight = pack(Tensor.from_numpy(device, w), encoding)
-        values = np.asarray(decode(raw(weight), encoding, 24 * 64), np.float64).reshape(24, 64)
-    else:
-        weight = Tensor.from_numpy(device, w, dtype=encoding)
-        values = weight.numpy().astype(np.float64)
-    x, dy = Tensor.from_numpy(device, normal(rows, 64)), normal(rows, 24)
+        return weight, np.asarray(decode(raw(weight), encoding, w.size), np.float64).reshape(w.shape)
+    weight = Tensor.from_numpy(device, w, dtype=encoding)
+    return weight, weight.numpy().astype(np.float64)
+
+
+@pytest.mark.parametrize("encoding", ["f16", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 64), (7, 33), (1, 31)])
+def test_gradients_pass_through_frozen_weights(encoding: str, rows: int, outputs: int, inputs: int) -> None:
+    """Also where rows are no multiple of 32: blocks run across rows, and the last one is short."""
+    device = get_device()
+    weight, values = frozen(encoding, outputs, inputs)
+    x, dy = Tensor.from_numpy(device, normal(rows, inputs)), normal(rows, outputs)
     x.requires_grad = True
     with GradientTape() as tape:
         y = linear(x, weight)
@@ -169,6 +176,32 @@ def test_gradients_pass_through_frozen_weights(encoding: str, rows: int) -> None
     assert x.grad is not None and weight.grad is None
     np.testing.assert_allclose(y.numpy(), x.numpy().astype(np.float64) @ values.T, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(x.grad.numpy(), dy.astype(np.float64) @ values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", ["q8", "q4"])
+def test_a_frozen_feed_forward_with_an_adapter_beside_it(encoding: str) -> None:
+    """Fine-tuning on a frozen base: embedding, gate, up and head packed, rows of odd length, a dense product that learns."""
+    device = get_device()
+    table, rows = frozen(encoding, 11, 35)
+    gate, gate_values = frozen(encoding, 13, 35)
+    up, up_values = frozen(encoding, 13, 35)
+    down, down_values = frozen(encoding, 35, 13)
+    ids = np.array([3, 0, 10, 3, 6], np.int32)
+
+    def ours(a: Tensor, n: Tensor) -> Tensor:
+        x = add(
+            linear(embedding(Tensor.from_numpy(device, ids), table), a),
+            embedding(Tensor.from_numpy(device, ids), table),
+        )
+        return linear(linear(gated(x, gate, up, norm=n, eps=1e-5), down, residual=x), table)
+
+    def numpys(a: F64, n: F64) -> F64:
+        x = rows[ids] @ a.T + rows[ids]
+        y = silu(rms(x, n) @ gate_values.T) * (rms(x, n) @ up_values.T)
+        result: F64 = (y @ down_values.T + x) @ rows.T
+        return result
+
+    check(ours, numpys, [normal(35, 35) / 6, normal(35)])
 
 
 def raw(tensor: Tensor) -> Any:
