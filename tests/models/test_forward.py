@@ -296,6 +296,30 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
             np.testing.assert_array_equal(first, second)
 
 
+def test_checkpointing_takes_less_memory() -> None:
+    device, found = get_device(), []
+    config = NanoGPTConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=256,
+        num_layers=6,
+        num_heads=2,
+        norm_eps=1e-5,
+        max_positions=64,
+        tied_embeddings=True,
+    )
+    model = build(config, device).initialize(device)
+    ids = Tensor.from_numpy(device, np.zeros((16, 64), np.int32))
+    for model.checkpointing in (False, True):
+        model.zero_grad()
+        with device.capture() as program:
+            with GradientTape() as tape:
+                loss = model.loss(ids, ids.view(1024))
+            tape.backward(loss)
+        found.append(program.nbytes)
+    assert 0 < found[1] < 0.5 * found[0]
+
+
 def test_files_get_back_what_they_gave(converted: Converted) -> None:
     """Gemma's norms are stored less their offset: a state has what the file has."""
     path = converted("gemma3")
