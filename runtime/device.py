@@ -253,6 +253,16 @@ class Device:
             self._capturing, self._arena = None, None
 
     @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do what is called inside at once, also while a program is captured: for constants that its work needs."""
+        program, arena = self._capturing, self._arena
+        self._capturing, self._arena = None, None
+        try:
+            yield
+        finally:
+            self._capturing, self._arena = program, arena
+
+    @contextmanager
     def profile(self) -> Iterator[dict[str, list[float]]]:
         """Run every dispatch alone and collect its seconds by kernel name (submission and waiting included)."""
         self.synchronize()

@@ -1,4 +1,4 @@
-"""Training: optimizers, clipping, schedules of the learning rate, and the captured step."""
+"""Training: optimizers, clipping, schedules, the loop, and what is kept of a run."""
 
 from __future__ import annotations
 
