@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -162,13 +162,13 @@ class Device:
         groups: tuple[int, int, int],
         reads: list[Span],
         writes: list[Span],
-        tensors: tuple[Mapping[str, Tensor | None], Mapping[str, Tensor]],
+        tensors: Iterable[Iterable[Tensor | None]],
         work: int,
     ) -> None:
         """Append a dispatch to what is being recorded; called by :meth:`Kernel.dispatch`."""
         if self._capturing is not None:
             for group in tensors:
-                self._capturing.keep(group.values())
+                self._capturing.keep(group)
             self._capturing.recording.dispatch(kernel.pipeline, push, groups, reads, writes, work)
             return
         self._current().dispatch(kernel.pipeline, push, groups, reads, writes, work)
@@ -187,7 +187,13 @@ class Device:
             self._current().copy(source, target, size)
 
     def update(self, target: tuple[Any, int, int], data: npt.NDArray[np.uint8]) -> None:
-        """Append a write of at most ``INLINE_BYTES`` bytes, a multiple of 4, that lie within the commands themselves."""
+        """Append a write of at most ``INLINE_BYTES`` bytes, a multiple of 4, that lie within the commands themselves.
+
+        A captured program writes the same bytes at every replay; what it writes to must be an argument of a kernel in it.
+        """
+        if self._capturing is not None:
+            self._capturing.recording.update(target, data)
+            return
         self._current().update(target, data)
         self._send_when_full()
 

@@ -169,6 +169,18 @@ class Tensor:
             device.copy((staging.buffer, 0, staging.address), self._place(start), part.nbytes)
             device.synchronize()
 
+    def inscribe(self, array: npt.ArrayLike) -> None:
+        """Replace all values with ones that lie within the queued, or captured, commands themselves.
+
+        Nobody waits, and a replay writes them again; for small tables that a kernel reads.
+        """
+        values = np.asarray(array, DTYPES[self.dtype], order="C")
+        if values.shape != self.shape or self.nbytes % 4 or self.address % 4:
+            raise DeviceError(f"an array of shape {values.shape} cannot be inscribed in {self!r}")
+        raw = values.reshape(-1).view(np.uint8)
+        for start in range(0, raw.nbytes, INLINE_BYTES):
+            self.device.update(self._place(start), raw[start : start + INLINE_BYTES])
+
     def _place(self, start: int) -> tuple[Any, int, int]:
         return self.memory.block.buffer, self.memory.offset + self.offset + start, self.address + start
 

@@ -6,13 +6,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from oazoo.cli.common import emit, format_duration, printable, progress_bar, say
 from oazoo.errors import UsageError
-from oazoo.generation import GenerationResult, SamplingSettings, TextModel, TextStream
+
+if TYPE_CHECKING:
+    from oazoo.generation import GenerationResult, SamplingSettings, TextModel, TextStream
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _MAX_INPUT_BYTES = 1 << 26
@@ -55,6 +57,8 @@ special_option = click.option(
 
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The sampling settings that were given; :class:`UsageError` for nonsense before anything is loaded."""
+    from oazoo.generation import SamplingSettings
+
     given = {name: value for name, value in settings.items() if value is not None and value != ()}
     SamplingSettings.make(None, **given)
     return given

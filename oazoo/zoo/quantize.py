@@ -16,31 +16,34 @@ import numpy.typing as npt
 
 from oazoo import __version__
 from oazoo.errors import FormatError, OazooError, UsageError
-from oazoo.formats import encodings
 from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
 from oazoo.zoo.files import open_file
-from oazoo.zoo.quantize_plan import BLOCKS, DENSE, TARGETS, Request, TensorQuantization, plan
-from oazoo.zoo.recipes import RECIPES, Budget
+from oazoo.zoo.pack_stream import SLOTS, PackedPiece, PackStream
+from oazoo.zoo.quantize_plan import BLOCKS, DENSE, Request, TensorQuantization, plan
+from oazoo.zoo.recipes import resolve
 from oazoo.zoo.spending import Spending, chosen_names, remember, runs_on_text
+from oazoo.zoo.unpack import unpack
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device, Tensor
     from oazoo.runtime.ops.pack import Packer
     from oazoo.zoo.statistics import Sensitivity, Statistics
 
-#: How scales and codes are chosen: by the largest magnitude of a block; or, for q4, for the least squared error of a block,
-#: plain, or weighted by the mean squares of what each column is multiplied with.
+#: How scales and codes are chosen: by the largest magnitude of a block, or for the least squared error of a block, plain,
+#: or weighted by the mean squares of what each column is multiplied with.
 METHODS = ("absmax", "search", "weighted")
 #: The key under which a file's config keeps its receipt (:mod:`oazoo.zoo.receipt`).
 RECEIPT = "receipt"
 #: The token embedding, which is also the head of models with tied embeddings.
 EMBEDDING = "embed.weight"
-#: Elements that go through the device at a time: whole blocks, 16 MB of f32.
-CHUNK_ELEMENTS = 4 << 20
+#: Elements that the device packs in one go: whole blocks, 4 MB of f32, which the caches hold.
+CHUNK_ELEMENTS = 1 << 20
+#: Bytes copied at a time of tensors that stay as they are.
+PIECE = 4 << 20
 
 
 class Progress(Protocol):
@@ -90,7 +93,6 @@ class QuantizeReport:
 @dataclass
 class _Work:
     packers: Mapping[str, Packer]
-    chunk: int
     allow_nonfinite: bool
     progress: Progress | None
     total: int
@@ -101,8 +103,7 @@ class _Work:
     def weights(self, tensor: SourceTensor, target: str) -> Tensor | None:
         """How much each column's errors count; None if all count the same."""
         info = tensor.info
-        searched = self.statistics is not None and target == "q4"
-        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics and searched else None
+        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics else None
         if found is None or not found.mean() > 0:
             return None
         found = found / found.mean()
@@ -112,23 +113,20 @@ class _Work:
         # Nothing counts so little that its values may become anything.
         return self.packers[target].place(np.maximum(found, np.float32(1e-6)))
 
-    def stream(self, tensor: SourceTensor, target: str) -> Iterator[npt.NDArray[Any]]:
+    def stream(self, tensor: SourceTensor, pieces: Iterator[PackedPiece]) -> Iterator[npt.NDArray[Any]]:
         """The packed bytes of a tensor: its codes piece by piece, then its scales."""
         scales = []
-        start = 0
-        weights = self.weights(tensor, target)
-        for chunk in tensor.chunks(self.chunk):
-            codes, scale, odd = self.packers[target](chunk, weights, start)
+        for piece in pieces:
+            odd = piece.odd
             if odd.count and not self.allow_nonfinite:
                 raise FormatError(
                     f"tensor {tensor.info.name!r} holds values that are not finite: {odd.count} from element "
-                    f"{start + odd.first} on ({chunk[odd.first]}); they would be packed as 0. Mend the source, or allow it "
-                    "(--allow-nonfinite)"
+                    f"{piece.start + odd.first} on ({piece.values[odd.first]}); they would be packed as 0. Mend the source, "
+                    "or allow it (--allow-nonfinite)"
                 )
-            start += chunk.size
-            yield codes
-            scales.append(scale)
-            self.done += chunk.nbytes
+            yield piece.codes
+            scales.append(piece.scales.copy())
+            self.done += piece.values.size * tensor.info.nbytes // tensor.info.numel
             if self.progress is not None:
                 self.progress("packing", self.done, self.total)
         yield from scales
@@ -251,7 +249,7 @@ def quantize(
             progress=opened.progress,
             overwrite=overwrite,
         )
-        dropped = ["the optimizer's state"] if opened.optimizer is not None else []
+        dropped = ["the optimizer's state"] if opened.optimizer_kind is not None else []
         dropped += ["the quality receipt, which is about other weights"] if RECEIPT in opened.metadata else []
         report = QuantizeReport(
             source=str(source),
@@ -272,28 +270,6 @@ def quantize(
         return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed)
 
 
-def resolve(to: str | None, recipe: str | None, budget: str | None) -> tuple[str, Budget | None]:
-    """What tensors become, and how large the result may be.
-
-    Raises:
-        UsageError: an unknown recipe or a budget that is none; several that say the same; none of them.
-    """
-    if recipe is not None:
-        if recipe not in RECIPES:
-            raise UsageError(f"unknown recipe {recipe!r}; there are {', '.join(RECIPES)}")
-        if to is not None or budget is not None:
-            raise UsageError(
-                "a recipe says what tensors become and how large the result is: leave --to and --budget out"
-            )
-        return RECIPES[recipe].target, RECIPES[recipe].budget
-    limit = None if budget is None else Budget.parse(budget)
-    if to is None and limit is None:
-        raise UsageError(f"say what weights become: --to {', '.join(TARGETS)}, a recipe, or a budget")
-    if limit is not None and to not in (None, "q4"):
-        raise UsageError(f"a budget is spent on more bits than q4 has; it does not go with --to {to}")
-    return to or "q4", limit
-
-
 def default_method(source: OamSource, target: str) -> str:
     """``weighted`` for a model that can run on a text; none where nothing is packed; else ``absmax``."""
     if target in DENSE:
@@ -311,7 +287,7 @@ def check_method(
     """Refuse combinations that mean nothing. ``measuring``: statistics and text also serve to spend a budget.
 
     Raises:
-        UsageError: an unknown method, one that the target has not, or statistics or a text for a method without any.
+        UsageError: an unknown method or target, or statistics or a text for a method without any.
     """
     if to in DENSE:
         if method or statistics is not None or text is not None:
@@ -319,8 +295,6 @@ def check_method(
         return
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
-    if to == "q8" and method != "absmax":
-        raise UsageError(f"q8 is packed by absmax; {method} is for q4")
     if method != "weighted" and not measuring and (statistics is not None or text is not None):
         raise UsageError(f"statistics and a text to gather them on are for the method weighted, not {method}")
     if statistics is not None and text is not None:
@@ -365,7 +339,9 @@ def _run(
 ) -> QuantizeReport:
     """Write the file. Tensors that ``packed`` has as they should become are taken from it."""
     if report.target in DENSE:
-        return _unpack(report, source, writer, allow_nonfinite, progress)
+        start = time.perf_counter()
+        unpack(report.tensors, report.target, source, writer, allow_nonfinite, progress)
+        return replace(report, seconds=time.perf_counter() - start)
     from oazoo.runtime import get_device
     from oazoo.runtime.ops.pack import Packer
 
@@ -376,68 +352,42 @@ def _run(
     chunk = min(CHUNK_ELEMENTS, device.allocator.max_buffer_bytes // 4, -(-largest // 32) * 32)
     chunk = max(32, chunk // 32 * 32)
     packers = {
-        target: Packer(
-            device, target, chunk, "absmax" if target == "q8" or report.method == "absmax" else "search"
-        )
+        target: Packer(device, target, chunk, "absmax" if report.method == "absmax" else "search", SLOTS)
         for target in sorted({step.target for step in report.tensors if not step.reason})
     }
     tied = statistics is not None and EMBEDDING in statistics.shares
-    work = _Work(packers, chunk, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    work = _Work(packers, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    ready = {
+        step.name: packed[step.name]
+        for step in report.tensors
+        if packed is not None and not step.reason and packed[step.name].info.encoding == step.target
+    }
+    tasks = [
+        (source[step.name], step.target)
+        for step in report.tensors
+        if not step.reason and step.name not in ready
+    ]
+    stream = PackStream(packers, tasks, chunk, work.weights)
     with writer:
         for step in report.tensors:
             tensor = source[step.name]
-            ready = None if packed is None or step.reason else packed[step.name]
             try:
-                if ready is not None and ready.info.encoding == step.target:
-                    writer.write(step.name, ready.raw())
+                if step.name in ready:
+                    writer.write(step.name, ready[step.name].pieces(PIECE))
                     work.done += step.bytes_before
                     continue
-                writer.write(step.name, tensor.raw() if step.reason else work.stream(tensor, step.target))
+                writer.write(
+                    step.name,
+                    tensor.pieces(PIECE) if step.reason else work.stream(tensor, stream.pieces(step.name)),
+                )
             except OazooError as error:
                 if str(source.path) not in str(error):
                     raise type(error)(f"{source.path}: {error}") from error
                 raise
         for name, state in source.state.items():
             if name != CARRIED_ASSET:
-                writer.write(name, state.raw())
+                writer.write(name, state.pieces(PIECE))
     return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
-
-
-def _unpack(
-    report: QuantizeReport,
-    source: OamSource,
-    writer: OamWriter,
-    allow_nonfinite: bool,
-    progress: Progress | None,
-) -> QuantizeReport:
-    """Write the file with every quantised tensor decoded and rounded to the dense type. On the host: it is a copy."""
-    start = time.perf_counter()
-    kind = encodings.get(report.target).dtype
-    done = 0
-
-    def values(tensor: SourceTensor) -> Iterator[npt.NDArray[Any]]:
-        nonlocal done
-        for chunk in tensor.chunks(CHUNK_ELEMENTS):
-            with np.errstate(over="ignore"):
-                rounded = chunk.astype(kind)
-            if not allow_nonfinite and not np.isfinite(rounded).all():
-                raise FormatError(
-                    f"{source.path}: {tensor.info.name!r} holds values that are not finite, or too large for "
-                    f"{report.target}; --to f32 holds them all (--allow-nonfinite lets them pass)"
-                )
-            done += chunk.size * tensor.info.nbytes // tensor.info.numel
-            if progress is not None:
-                progress("unpacking", done, report.packed_bytes)
-            yield rounded
-
-    with writer:
-        for step in report.tensors:
-            tensor = source[step.name]
-            writer.write(step.name, tensor.raw() if step.reason else values(tensor))
-        for name, state in source.state.items():
-            if name != CARRIED_ASSET:
-                writer.write(name, state.raw())
-    return replace(report, seconds=time.perf_counter() - start)
 
 
 def _note(
