@@ -24,6 +24,7 @@ from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.safetensors_writer import write_safetensors
 from oazoo.zoo.calibrate import calibrate
 from oazoo.zoo.quantize import quantize
+from oazoo.zoo.receipt import read_receipt
 from oazoo.zoo.recipes import RECIPES, Budget, Option, choose, short_names
 from oazoo.zoo.sensitivity import CONTEXT, SEQUENCES, measure, spread, usual
 from oazoo.zoo.statistics import load_statistics, save_statistics
@@ -199,6 +200,27 @@ def test_a_budget_is_kept_and_written_down(dense: Path, tmp_path: Path) -> None:
     with OamSource(out) as source:
         assert source.weights_checksum == first
     assert np.isfinite(oazoo.load(out).logits([1, 2, 3])).all()
+
+
+def test_a_receipt_says_how_a_mix_was_made(dense: Path, tmp_path: Path) -> None:
+    stats, out, text = tmp_path / "s.safetensors", tmp_path / "o.oam", tmp_path / "t.txt"
+    text.write_text(TEXT * 2)
+    calibrated = calibrate(dense, TEXT)
+    save_statistics(calibrated, stats)
+    base = ["quantize", dense, "-o", out, "--recipe", "q4-high", "--stats", stats, "--eval-text", text]
+    base += ["--eval-context", 32]
+    stopped = run(*base, "--max-kl", "1e-9")
+    assert stopped.exit_code == 1 and not out.exists()
+    done = run(*base, "--max-kl", "9", "--max-ppl-ratio", "9")
+    assert done.exit_code == 0, done.output
+    with OamSource(out) as source:
+        receipt = read_receipt(source)
+    assert receipt is not None and receipt["matches"] is True and 0 < receipt["kl_mean"] < 9
+    made = receipt["made"]
+    assert (made["recipe"], made["budget"], made["method"]) == ("q4-high", "6.15bpw", "weighted")
+    assert made["statistics"]["text_sha256"] == calibrated.text_sha256
+    assert made["sensitivity"]["measured"] is True
+    assert calibrated.text_sha256 in run("inspect", out).stdout
 
 
 def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Path) -> None:
