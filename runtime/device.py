@@ -253,6 +253,16 @@ class Device:
             self._capturing, self._arena = None, None
 
     @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do what is called inside at once, also while a program is captured: for constants that its work needs."""
+        program, arena = self._capturing, self._arena
+        self._capturing, self._arena = None, None
+        try:
+            yield
+        finally:
+            self._capturing, self._arena = program, arena
+
+    @contextmanager
     def profile(self) -> Iterator[dict[str, list[float]]]:
         """Run every dispatch alone and collect its seconds by kernel name (submission and waiting included)."""
         self.synchronize()
@@ -289,6 +299,17 @@ class Device:
             self._submitted -= 1
             check(result, "vkQueueSubmit")
         self.allocator.next_value = self._submitted + 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is recorded, or was submitted and is not known to be done."""
+        return self._recording is not None or self._submitted > self._completed
+
+    def done(self, value: int) -> bool:
+        """Whether the submission with that timeline value is done; does not wait."""
+        if value > self._completed:
+            self._poll()
+        return value <= self._completed
 
     @property
     def submitted(self) -> int:

@@ -27,12 +27,9 @@ class Generator:
     """
 
     def __init__(self, device: Device, seed: int = 0) -> None:
-        if device.capturing:
-            raise DeviceError(
-                "random numbers must be seeded before a program is captured: call oazoo.runtime.random.seed(device, number)"
-            )
-        self.state = Tensor.empty(device, (4,), "u32")
-        self.seed(seed)
+        with device.aside():
+            self.state = Tensor.empty(device, (4,), "u32")
+            self.seed(seed)
 
     def seed(self, seed: int, draws: int = 0) -> None:
         """Start over with ``seed``, after so many ``draws`` (both 0 to 2^64 - 1).
@@ -81,7 +78,7 @@ def generator(device: Device) -> Generator:
 
 
 def seed(device: Device, number: int) -> Generator:
-    """Start the device's own stream over with a seed; returns it. To be called before a program that draws is captured."""
+    """Start the device's own stream over with a seed; returns it."""
     found = generator(device)
     found.seed(number)
     return found

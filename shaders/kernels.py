@@ -109,6 +109,7 @@ OPTIMIZER_PARTS = {
     "clip_factor": "clipFactor",
     "rescale": "rescale",
     "unit_norm": "unitNorm",
+    "note": "note",
 }
 #: Head widths that have training attention of their own for CPU devices.
 TRAIN_HEAD_DIMS = (16, 32, 64)

@@ -89,8 +89,6 @@ class CausalModel(Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Logits of whole sequences at once, without a cache; under a tape, with gradients.
 
-        Tables of positions go to the device at the first call with a shape, which therefore must not be within a capture.
-
         Args:
             ids: i32, u32 or u8 [batch, tokens]; an id outside the vocabulary gives NaN.
 
@@ -119,7 +117,10 @@ class CausalModel(Module):
 
     def _sequences_of(self, batch: int, tokens: int) -> Sequences:
         kept: dict[tuple[int, int], Sequences] = self.__dict__.setdefault("_kept_sequences", {})
-        found = kept.pop((batch, tokens), None) or self.new_sequences(batch, tokens)
+        found = kept.pop((batch, tokens), None)
+        if found is None:
+            with self.device.aside():
+                found = self.new_sequences(batch, tokens)
         kept[batch, tokens] = found  # the last used is at the end, and the first goes
         if len(kept) > _KEPT_SHAPES:
             del kept[next(iter(kept))]

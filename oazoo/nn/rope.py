@@ -27,8 +27,7 @@ def rotary_table(
 class RoPE(Module):
     """Rotary positions (arXiv:2104.09864) of every head, half-split pairs, angles ``position · theta^(-2 j / head_dim)``.
 
-    It has no parameters; its table of positions is made at the first use and grows with the longest sequence. Make it, by a
-    first use, before a program is captured.
+    It has no parameters; its table of positions is made at the first use and grows with the longest sequence.
     """
 
     def __init__(self, heads: int, head_dim: int, theta: float = 10_000.0) -> None:
@@ -40,5 +39,6 @@ class RoPE(Module):
         tokens = x.shape[0] if tokens is None else tokens
         if self._table is None or self._table.shape[0] < tokens:
             inverse = (self.theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)).astype(np.float32)
-            self._table = Tensor.from_numpy(x.device, rotary_table(inverse, 1.0, tokens))
+            with x.device.aside():
+                self._table = Tensor.from_numpy(x.device, rotary_table(inverse, 1.0, tokens))
         return rotate(x, self._table, tokens, self.heads, self.head_dim)

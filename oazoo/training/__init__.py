@@ -5,6 +5,7 @@ from __future__ import annotations
 from oazoo.training.clip import clip_grad_norm
 from oazoo.training.optimizer import Optimizer
 from oazoo.training.optimizers import SGD, Adam, AdamW, Muon, NoOp
+from oazoo.training.step import TrainingStep
 
 __all__ = [
     "SGD",
@@ -13,5 +14,6 @@ __all__ = [
     "Muon",
     "NoOp",
     "Optimizer",
+    "TrainingStep",
     "clip_grad_norm",
 ]

@@ -357,7 +357,7 @@ def _run(
     }
     tied = statistics is not None and EMBEDDING in statistics.shares
     work = _Work(packers, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
-    ready = {
+    taken = {
         step.name: packed[step.name]
         for step in report.tensors
         if packed is not None and not step.reason and packed[step.name].info.encoding == step.target
@@ -365,21 +365,20 @@ def _run(
     tasks = [
         (source[step.name], step.target)
         for step in report.tensors
-        if not step.reason and step.name not in ready
+        if not step.reason and step.name not in taken
     ]
     stream = PackStream(packers, tasks, chunk, work.weights)
     with writer:
         for step in report.tensors:
             tensor = source[step.name]
             try:
-                if step.name in ready:
-                    writer.write(step.name, ready[step.name].pieces(PIECE))
+                if step.name in taken:
+                    writer.write(step.name, taken[step.name].pieces(PIECE))
                     work.done += step.bytes_before
-                    continue
-                writer.write(
-                    step.name,
-                    tensor.pieces(PIECE) if step.reason else work.stream(tensor, stream.pieces(step.name)),
-                )
+                elif step.reason:
+                    writer.write(step.name, tensor.pieces(PIECE))
+                else:
+                    writer.write(step.name, work.stream(tensor, stream.pieces(step.name)))
             except OazooError as error:
                 if str(source.path) not in str(error):
                     raise type(error)(f"{source.path}: {error}") from error

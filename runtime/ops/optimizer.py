@@ -209,3 +209,23 @@ def orthogonalize(
             accumulate(new, x, a, 1.0)
         found = steps
     return found
+
+
+def note_loss(loss: Tensor, place: Tensor, ring: Tensor) -> None:
+    """Keep the loss of a step, f32 [1], in the ring, f32 [size], where ``place``, u32 [1], says; that then counts on."""
+    _note(0, {"loss": loss, "weight": None, "sums": None}, {"place": place, "ring": ring}, ring.numel)
+
+
+def gather_loss(loss: Tensor, weight: Tensor, sums: Tensor) -> None:
+    """Add the loss of a part of a batch, f32 [1], times its weight, f32 [1], and the weight itself, to ``sums``, f32 [2]."""
+    _note(1, {"loss": loss, "weight": weight, "place": None, "ring": None}, {"sums": sums}, 1)
+
+
+def note_gathered(sums: Tensor, place: Tensor, ring: Tensor) -> None:
+    """Keep the mean of what was gathered as :func:`note_loss` does, and begin anew."""
+    _note(2, {"loss": None, "weight": None}, {"place": place, "ring": ring, "sums": sums}, ring.numel)
+
+
+def _note(mode: int, reads: dict[str, Tensor | None], writes: dict[str, Tensor], size: int) -> None:
+    device = next(iter(writes.values())).device
+    device.kernel("note").dispatch((1, 1, 1), reads, writes, size=size, mode=mode)

@@ -104,8 +104,16 @@ def test_misuse_of_random_numbers() -> None:
     assert dropout(x, 0.0) is x
     with pytest.raises(DeviceError, match="out of range"):
         Generator(device, -1)
-    with device.capture(), pytest.raises(DeviceError, match="seeded before a program is captured"):
-        Generator(device)
+
+
+def test_a_generator_made_during_a_capture() -> None:
+    device = get_device()
+    with device.capture() as program:
+        source = Generator(device, 9)
+        words = random_bits(source, (4,))
+    assert source.position == (9, 0)
+    program.run()
+    assert words.numpy().tolist() == list(philox((0, 0, 0, 0), (9, 0))) and source.position == (9, 1)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
