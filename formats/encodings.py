@@ -71,31 +71,45 @@ class Encoding:
             raise FormatError(f"shape {list(shape)} in {self.name} takes more than 2^63 bytes")
         return size
 
+    def ranges(self, count: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where the bytes of elements ``start`` to ``stop`` lie in the payload of ``count``: (offset, size), in order.
+
+        Joined, they are the payload of a tensor of these elements. ``start`` falls on a block bound, and so does ``stop``
+        unless it is the end.
+        """
+        first, last = start // self.block, -(-stop // self.block)
+        if self.kind == "oam":
+            return quant.ranges(self.name, count, first, last)
+        return [(first * self.block_bytes, (last - first) * self.block_bytes)]
+
     def chunks(self, raw: Bytes, count: int, elements: int) -> Iterator[npt.NDArray[Any]]:
         """Decode ``raw`` (the whole payload of a tensor of ``count`` elements) piece by piece, flattened.
 
         Pieces hold about ``elements`` values each and end on block bounds; memory is that of one piece.
         """
-        self._require_decodable()
+        self.require_decodable()
         step = max(1, elements // self.block) * self.block
         for start in range(0, count, step):
             yield self._decode(raw, count, start, min(start + step, count))
 
     def numpy(self, raw: Bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """All values, of ``shape``: a view of ``raw`` for aligned dense types, else a new array."""
-        self._require_decodable()
+        self.require_decodable()
         count = numel(shape)
         if self.kind == "dense":
             return self._decode(raw, count, 0, count).reshape(shape)
         out = np.empty(count, self.dtype)
         position = 0
-        for piece in self.chunks(raw, count, _DECODE_STEP):
+        for piece in self.chunks(raw, count, DECODE_STEP):
             out[position : position + piece.size] = piece
             position += piece.size
         return out.reshape(shape)
 
-    def _require_decodable(self) -> None:
-        # Before anything is allocated: the shape of a tensor of unknown type is not held against any number of bytes.
+    def require_decodable(self) -> None:
+        """Raise FormatError unless values can be had.
+
+        Before anything is allocated: the shape of a tensor of unknown type is not held against any number of bytes.
+        """
         if not self.decodable:
             raise FormatError(undecodable(self.name))
 
@@ -115,7 +129,7 @@ class Encoding:
 
 
 #: Elements decoded at a time where the result is whole: bounds the temporaries of the block decoders.
-_DECODE_STEP = 1 << 18
+DECODE_STEP = 1 << 18
 
 _F32: np.dtype[Any] = np.dtype(np.float32)
 

@@ -1,11 +1,11 @@
-"""Mapped files: tensors as views of the page cache.
+"""Tensors in files: positioned reads, and views of the page cache for those who ask for them.
+
+A file that changes while it is open is told by its size and its time of change, whenever bytes of it are asked for. Bytes
+are read and not mapped, because the system ends a process that touches a mapped page which a file has lost. Only
+:meth:`MappedTensor.mapped` hands out such views, and nothing in this package uses it.
 
 A file is mapped in windows, on demand, and a window is unmapped when the last view of it is gone. Address space in use is
 so about what is in use, not the size of the file, which matters under a limit on virtual memory.
-
-A file that changes while it is open is told by its size and its time of change, whenever bytes of it are asked for. Values
-that are read in pieces are read and not mapped, because the system ends a process that touches a mapped page which a file
-has lost; only a view that was handed out before, by ``raw`` or ``numpy``, is exposed to that.
 """
 
 from __future__ import annotations
@@ -64,18 +64,50 @@ class MappedFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes at ``offset``; FormatError if the file has fewer. Allocates no more than it reads."""
-        if offset + size > self.size:
-            raise FormatError(
-                f"{self.path}: cut short: {size} bytes at offset {offset} lie outside the file of {self.size} bytes"
-            )
+        self._check_inside(offset, size)
         self._check_usable()
         try:
             data = self._read(offset, size)
         except OSError as error:
             raise OazooError(f"{self.path}: cannot be read: {error.strerror}") from error
         if len(data) != size:
-            raise FormatError(f"{self.path}: changed while it was read: the file is shorter than it was")
+            raise self._shorter()
         return data
+
+    def array(self, *ranges: tuple[int, int]) -> npt.NDArray[np.uint8]:
+        """The bytes of (offset, size) ranges of the file, one after another, read-only; errors as :meth:`read`."""
+        if not hasattr(os, "preadv"):
+            joined = b"".join(self.read(offset, size) for offset, size in ranges)
+            return np.frombuffer(joined, np.uint8)
+        for offset, size in ranges:
+            self._check_inside(offset, size)
+        self._check_usable()
+        data = np.empty(sum(size for _, size in ranges), np.uint8)
+        at = 0
+        for offset, size in ranges:
+            self._fill(data[at : at + size].data, offset)
+            at += size
+        data.flags.writeable = False
+        return data
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        while target:  # one call gives 2 GiB at most
+            try:
+                got = os.preadv(self._file.fileno(), [target], offset)
+            except OSError as error:
+                raise OazooError(f"{self.path}: cannot be read: {error.strerror}") from error
+            if not got:
+                raise self._shorter()
+            target, offset = target[got:], offset + got
+
+    def _shorter(self) -> FormatError:
+        return FormatError(f"{self.path}: changed while it was read: the file is shorter than it was")
+
+    def _check_inside(self, offset: int, size: int) -> None:
+        if offset + size > self.size:
+            raise FormatError(
+                f"{self.path}: cut short: {size} bytes at offset {offset} lie outside the file of {self.size} bytes"
+            )
 
     def _read(self, offset: int, size: int) -> bytes:
         if not hasattr(os, "pread"):  # Windows
@@ -97,25 +129,12 @@ class MappedFile:
         if not hasattr(os, "preadv"):  # Windows, macOS before 11
             out[:] = self.read(offset, len(out))
             return
-        if offset + len(out) > self.size:
-            raise FormatError(
-                f"{self.path}: cut short: {len(out)} bytes at offset {offset} lie outside the file of {self.size} bytes"
-            )
+        self._check_inside(offset, len(out))
         self._check_usable()
-        left = out
-        try:
-            while left:
-                got = os.preadv(self._file.fileno(), [left], offset)
-                if not got:
-                    raise FormatError(
-                        f"{self.path}: changed while it was read: the file is shorter than it was"
-                    )
-                left, offset = left[got:], offset + got
-        except OSError as error:
-            raise OazooError(f"{self.path}: cannot be read: {error.strerror}") from error
+        self._fill(out, offset)
 
     def view(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        """A read-only view of ``[offset, offset + size)``, which lies inside the file."""
+        """A read-only mapped view of ``[offset, offset + size)``, which lies inside the file."""
         self._check_usable()
         if size == 0:
             empty = np.empty(0, np.uint8)
@@ -151,9 +170,7 @@ class MappedFile:
         try:
             return mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ, offset=start)
         except ValueError as error:
-            raise FormatError(
-                f"{self.path}: changed while it was read: the file is shorter than it was"
-            ) from error
+            raise self._shorter() from error
         except OSError as error:
             raise OazooError(f"{self.path}: cannot map {size} bytes: {error.strerror}") from error
 
@@ -181,7 +198,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 class MappedTensor(SourceTensor):
-    """A tensor whose payload is one byte range of a mapped file."""
+    """A tensor whose payload is one byte range of a file."""
 
     __slots__ = ("_file", "_offset", "info")
 
@@ -191,26 +208,38 @@ class MappedTensor(SourceTensor):
         self._offset = offset
 
     def raw(self) -> npt.NDArray[np.uint8]:
+        return self._file.array((self._offset, self.info.nbytes))
+
+    def mapped(self) -> npt.NDArray[np.uint8]:
         return self._file.view(self._offset, self.info.nbytes)
 
+    def part(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        ranges = encodings.get(self.info.encoding).ranges(self.info.numel, start, stop)
+        return self._file.array(*((self._offset + at, size) for at, size in ranges))
+
     def numpy(self) -> npt.NDArray[Any]:
+        encoding = encodings.get(self.info.encoding)
         try:
-            return encodings.get(self.info.encoding).numpy(self.raw(), self.info.shape)
+            encoding.require_decodable()
+            if encoding.kind == "dense":
+                return encoding.numpy(self.raw(), self.info.shape)
         except FormatError as error:
             raise self._named(error) from error
+        values = np.empty(self.info.numel, encoding.dtype)
+        position = 0
+        for piece in self.chunks(encodings.DECODE_STEP):
+            values[position : position + piece.size] = piece
+            position += piece.size
+        return values.reshape(self.info.shape)
 
     def chunks(self, elements: int) -> Iterator[npt.NDArray[Any]]:
         encoding, count = encodings.get(self.info.encoding), self.info.numel
         try:
-            if encoding.kind not in ("dense", "gguf", "packed"):  # planes of codes and scales, or unknown
-                yield from encoding.chunks(self.raw(), count, elements)
-                return
+            encoding.require_decodable()
             step = max(1, elements // encoding.block) * encoding.block
             for start in range(0, count, step):
-                size = min(step, count - start)
-                at = self._offset + start // encoding.block * encoding.block_bytes
-                piece = self._file.read(at, size // encoding.block * encoding.block_bytes)
-                yield from encoding.chunks(np.frombuffer(piece, np.uint8), size, size)
+                stop = min(start + step, count)
+                yield from encoding.chunks(self.part(start, stop), stop - start, stop - start)
         except FormatError as error:
             raise self._named(error) from error
 
@@ -238,4 +267,5 @@ class MappedTensor(SourceTensor):
         )
 
     def _named(self, error: FormatError) -> FormatError:
-        return FormatError(f"{self._file.path}: tensor {quoted(self.info.name)}: {error}")
+        what = str(error).removeprefix(f"{self._file.path}: ")
+        return FormatError(f"{self._file.path}: tensor {quoted(self.info.name)}: {what}")

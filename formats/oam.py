@@ -94,17 +94,22 @@ class OamSource(WeightSource):
 
     @property
     def optimizer(self) -> OamOptimizer | None:
-        """The Optimizer section, its moments mapped, or None."""
+        """The Optimizer section with its moments, read now; or None. See :attr:`optimizer_kind`."""
         if self._optimizer is None:
             return None
         (kind, lr, beta1, beta2, eps, decay, step), count = self._optimizer
         start = self._sections[layout.OPTIMIZER_SECTION].offset + layout.OPTIMIZER.size
         parts = [
-            np.frombuffer(self._file.view(start + 4 * count * index, 4 * count), "<f4")
+            np.frombuffer(self._file.array((start + 4 * count * index, 4 * count)), "<f4")
             for index in range(layout.OPTIMIZER_MOMENTS[kind])
         ]
         second = parts[1] if len(parts) > 1 else None
         return OamOptimizer(kind, lr, beta1, beta2, eps, decay, step, parts[0], second)
+
+    @property
+    def optimizer_kind(self) -> tuple[str, int] | None:
+        """Type and step of the Optimizer section, whose moments are not read for that; or None."""
+        return None if self._optimizer is None else (self._optimizer[0][0], self._optimizer[0][-1])
 
     @property
     def sections(self) -> Mapping[int, Section]:
@@ -120,12 +125,12 @@ class OamSource(WeightSource):
         section = self._sections.get(layout.WEIGHTS)
         return "" if section is None else f"fnv1a64:{section.checksum:016x}"
 
-    def section_bytes(self, kind: int, start: int, size: int) -> memoryview:
-        """``size`` bytes of a section's payload from ``start`` on, mapped and unchecked."""
+    def section_bytes(self, kind: int, start: int, size: int) -> bytes:
+        """``size`` bytes of a section's payload from ``start`` on, unchecked."""
         section = self._sections[kind]
         if not 0 <= start <= start + size <= section.size:
             raise FormatError(f"{self.path}: {start} to {start + size} is not within {section.name}")
-        return self._file.view(section.offset + start, size).data
+        return self._file.read(section.offset + start, size)
 
     @property
     def checked_bytes(self) -> int:

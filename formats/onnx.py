@@ -1,4 +1,4 @@
-"""ONNX: a strict reader of a model file, its tensors mapped, its graph parsed.
+"""ONNX: a strict reader of a model file, its tensors left in the file, its graph parsed.
 
 A ModelProto is walked in place by :mod:`oazoo.formats.protobuf`; tensors are held against their shapes by
 :mod:`oazoo.formats.onnx_tensors`, and external data is found by :mod:`oazoo.formats.onnx_external`.
@@ -84,7 +84,7 @@ class OnnxSource(GraphSource):
                 f"{self._file.size} bytes; a protobuf message has at most {MAX_FILE}, so this ONNX file is damaged, or its "
                 "weights have to be stored as external data: onnx.save(MODEL, FILE, save_as_external_data=True)"
             )
-        data = self._file.view(0, self._file.size).data
+        data = pb.FileMessage(self._file)
         parser = GraphParser(data)
         metadata, graph, notes = parse_model(data, parser)
         self.graph = graph
@@ -131,10 +131,10 @@ def looks_like_onnx(head: bytes, file: MappedFile | None = None) -> bool:
         pass
     if file is None or file.size > MAX_FILE or not file.size:
         return False
-    return _is_model(file.view(0, file.size).data)
+    return _is_model(pb.FileMessage(file))
 
 
-def _is_model(data: memoryview) -> bool:
+def _is_model(data: pb.Message) -> bool:
     """Whether every field at the top is one of a ModelProto, version and graph among them."""
     seen = set()
     try:
@@ -148,14 +148,14 @@ def _is_model(data: memoryview) -> bool:
 
 
 def parse_model(
-    message: bytes | memoryview, parser: GraphParser | None = None
+    message: bytes | pb.Message, parser: GraphParser | None = None
 ) -> tuple[dict[str, Any], OnnxGraph, list[str]]:
     """The metadata, the graph and notes of a serialised ModelProto, its tensors not yet held against their shapes.
 
     Raises:
         FormatError: it is damaged, or has what is not supported.
     """
-    data = memoryview(message)
+    data = memoryview(message) if isinstance(message, bytes) else message
     parser = parser or GraphParser(data)
     graph: OnnxGraph | None = None
     opsets: dict[str, int] = {}
@@ -203,7 +203,7 @@ def parse_model(
     return metadata, graph, notes if functions else []
 
 
-def _opset(data: memoryview, item: pb.Field) -> tuple[str, int]:
+def _opset(data: pb.Message, item: pb.Field) -> tuple[str, int]:
     domain, version = "", 0
     for part in pb.fields(data, item.start, item.stop):
         if part.number == 1:

@@ -132,4 +132,4 @@ def _is_padding(file: MappedFile, start: int, stop: int) -> bool:
     aligned = stop == file.size or any(stop % n == 0 and stop - start < n for n in _ALIGNMENTS)
     if not aligned or stop - start >= _ALIGNMENTS[-1]:
         return False
-    return not file.view(start, stop - start).any()
+    return not any(file.read(start, stop - start))

@@ -1,6 +1,6 @@
 """The graph of an ONNX model: nodes, what they read and make, and the tensors among them.
 
-Parsed from the mapped file with the strict wire reader; every level of nesting and every count is bounded.
+Parsed from the file with the strict wire reader; every level of nesting and every count is bounded.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OnnxGraph:
 class GraphParser:
     """Reads GraphProto messages; counts are over all graphs of the model."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: pb.Message) -> None:
         self._data = data
         self._nodes = self._tensors = 0
         #: Values that Constant nodes state as plain numbers, by tensor name.
@@ -200,6 +200,8 @@ class GraphParser:
             elif number == 7:
                 if part.wire not in (pb.FIXED32, pb.BYTES) or (part.stop - part.start) % 4:
                     raise FormatError(f"the numbers of an attribute at byte {part.start} are damaged")
+                if (part.stop - part.start) // 4 > MAX_ITEMS:
+                    raise FormatError(f"the attribute at byte {item.start} has too many numbers")
                 floats += np.frombuffer(data[part.start : part.stop], "<f4").tolist()
             elif number == 8:
                 ints += integers(data, part, "the numbers of an attribute")
@@ -222,7 +224,7 @@ class GraphParser:
         return name, value
 
 
-def _value_info(data: memoryview, item: pb.Field) -> ValueInfo:
+def _value_info(data: pb.Message, item: pb.Field) -> ValueInfo:
     name, data_type = "", 0
     shape: tuple[int | str | None, ...] | None = None
     for part in pb.fields(data, item.start, item.stop):
@@ -240,7 +242,7 @@ def _value_info(data: memoryview, item: pb.Field) -> ValueInfo:
     return ValueInfo(name, data_type, shape)
 
 
-def _shape(data: memoryview, item: pb.Field) -> tuple[int | str | None, ...]:
+def _shape(data: pb.Message, item: pb.Field) -> tuple[int | str | None, ...]:
     sizes: list[int | str | None] = []
     for part in pb.fields(data, item.start, item.stop):
         if part.number != 1:

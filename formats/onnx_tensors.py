@@ -1,7 +1,7 @@
 """TensorProto: an ONNX tensor in any of the places where its values may lie.
 
-Raw bytes and external data are mapped. Typed fields are decoded when asked for: 16-bit floats and smaller types are bit
-patterns in ``int32_data``; types below a byte are packed low bits first, and come out as the next type of a byte
+Raw bytes and external data stay in their files. Typed fields are decoded when asked for: 16-bit floats and smaller types are
+bit patterns in ``int32_data``; types below a byte are packed low bits first, and come out as the next type of a byte
 (INT4 as i8, UINT4 as u8, FLOAT4E2M1 as f8_e4m3; no value changes).
 """
 
@@ -86,7 +86,7 @@ class TensorRecord:
     external: dict[str, str] | None = None
 
 
-def parse_tensor(data: memoryview, start: int, stop: int) -> TensorRecord:
+def parse_tensor(data: pb.Message, start: int, stop: int) -> TensorRecord:
     """Read one TensorProto.
 
     Raises:
@@ -135,7 +135,7 @@ def parse_tensor(data: memoryview, start: int, stop: int) -> TensorRecord:
     return record
 
 
-def entry(data: memoryview, item: pb.Field) -> tuple[str, str]:
+def entry(data: pb.Message, item: pb.Field) -> tuple[str, str]:
     """A StringStringEntryProto."""
     found = {1: "", 2: ""}
     for part in pb.fields(data, item.start, item.stop):
@@ -144,7 +144,7 @@ def entry(data: memoryview, item: pb.Field) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def integers(data: memoryview, item: pb.Field, what: str) -> list[int]:
+def integers(data: pb.Message, item: pb.Field, what: str) -> list[int]:
     """A repeated int64 field, packed or one at a time."""
     if item.wire == pb.VARINT:
         return [item.signed]
@@ -215,7 +215,7 @@ def _build(
                 f"raw_data has {end - offset} bytes, but shape {list(record.shape)} takes {stored} bytes"
             )
     if kind in _BITS:
-        return DecodedTensor(info, file, lambda: _unpack(where.view(offset, stored), kind, count))
+        return DecodedTensor(info, file, lambda: _unpack(where.array((offset, stored)), kind, count))
     return MappedTensor(info, where, offset)
 
 
@@ -237,9 +237,9 @@ def _typed(
         if len(ranges) == 1:
             return MappedTensor(info, file, ranges[0][0])
         return DecodedTensor(
-            info, file, lambda: np.concatenate([file.view(start, stop - start) for start, stop in ranges])
+            info, file, lambda: file.array(*((start, stop - start) for start, stop in ranges))
         )
-    numbers = sum(pb.count_varints(file.view(start, stop - start)) for start, stop in ranges)
+    numbers = sum(pb.count_varints(file.array((start, stop - start))) for start, stop in ranges)
     expected = -(-count * _BITS[kind] // 8) if kind in _BITS else count
     if numbers != expected:
         raise FormatError(f"{name} has {numbers} numbers, but its shape takes {expected}")
@@ -249,7 +249,7 @@ def _typed(
         out = np.empty(numbers, storage)
         at = 0
         for start, stop in ranges:
-            for values in pb.packed_varints(file.view(start, stop - start)):
+            for values in pb.packed_varints(file.array((start, stop - start))):
                 out[at : at + values.size] = _narrowed(values, storage, info.encoding)
                 at += values.size
         packed = out.view(np.uint8)

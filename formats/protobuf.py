@@ -1,23 +1,65 @@
 """The protobuf wire format, read strictly and in place: tags, varints and lengths held against the bytes that are left.
 
-Nothing is copied: a length-delimited field is a range of the buffer. Encoding: https://protobuf.dev/programming-guides/encoding/
+A length-delimited field is a range of the message, which stays where it is, in memory or in its file.
+Encoding: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import FormatError
+from oazoo.formats.mapped import MappedFile
 from oazoo.formats.messages import quoted
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _WIDTH = {FIXED64: 8, FIXED32: 4}
 _STEP = 1 << 18
 _LONGEST_VARINT = 10
+#: Bytes of a file that are read at a time: messages jump over what is long.
+_WINDOW = 1 << 14
+
+
+class Message(Protocol):
+    """Bytes by position: a memoryview, or those of a file."""
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, at: int, /) -> int: ...
+    @overload
+    def __getitem__(self, at: slice, /) -> bytes | memoryview: ...
+
+
+class FileMessage:
+    """The bytes of a file by position, read where they are looked at."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self._file = file
+        self._window, self._start = b"", 0
+
+    def __len__(self) -> int:
+        return self._file.size
+
+    @overload
+    def __getitem__(self, at: int, /) -> int: ...
+    @overload
+    def __getitem__(self, at: slice, /) -> bytes: ...
+    def __getitem__(self, at: int | slice, /) -> int | bytes:
+        if isinstance(at, int):
+            return self[at : at + 1][0]
+        start, stop, _ = at.indices(self._file.size)
+        first = start - self._start
+        if first < 0 or stop > self._start + len(self._window):
+            if stop - start > _WINDOW:
+                return self._file.read(start, stop - start)
+            self._window = self._file.read(start, min(_WINDOW, self._file.size - start))
+            self._start, first = start, 0
+        return self._window[first : first + stop - start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +78,14 @@ class Field:
         return self.value - (1 << 64) if self.value >> 63 else self.value
 
 
-def varint(data: memoryview, at: int, stop: int) -> tuple[int, int]:
+def varint(data: Message, at: int, stop: int) -> tuple[int, int]:
     """The varint at ``at`` and where it ends.
 
     Raises:
         FormatError: it runs over ``stop``, or is longer than ten bytes or 64 bits.
     """
     value = shift = 0
-    for position in range(at, min(stop, at + _LONGEST_VARINT)):
-        byte = data[position]
+    for position, byte in enumerate(data[at : min(stop, at + _LONGEST_VARINT)], at):
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             if value >> 64:
@@ -56,7 +97,7 @@ def varint(data: memoryview, at: int, stop: int) -> tuple[int, int]:
     raise FormatError(f"cut short: the number at byte {at} has no end")
 
 
-def fields(data: memoryview, start: int, stop: int) -> Iterator[Field]:
+def fields(data: Message, start: int, stop: int) -> Iterator[Field]:
     """The fields of the message in ``[start, stop)``, in order.
 
     Raises:
@@ -94,7 +135,7 @@ def expect(field: Field, wire: int, what: str) -> Field:
     return field
 
 
-def text(data: memoryview, field: Field, what: str, longest: int = 1 << 16) -> str:
+def text(data: Message, field: Field, what: str, longest: int = 1 << 16) -> str:
     """A text field.
 
     Raises:

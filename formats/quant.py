@@ -117,6 +117,12 @@ def decode(raw: Bytes, encoding: str, count: int, start: int = 0, stop: int | No
     return out.reshape(-1)[: stop - start]
 
 
+def ranges(encoding: str, count: int, first: int, last: int) -> list[tuple[int, int]]:
+    """Offset and size of the codes, then the scales, of blocks ``first`` to ``last`` in a payload of ``count`` elements."""
+    width, blocks = CODE_BYTES[encoding], -(-count // BLOCK)
+    return [(first * width, (last - first) * width), (blocks * width + 4 * first, 4 * (last - first))]
+
+
 def _from_q8_0(blocks: Bytes) -> tuple[Bytes, Floats]:
     return blocks[:, 2:], _f16_scale(blocks)
 

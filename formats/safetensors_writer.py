@@ -126,6 +126,4 @@ def _pieces(tensor: Tensor) -> Iterator[npt.NDArray[np.uint8]]:
         for chunk in tensor.chunks(_STEP):
             yield chunk.astype("<f4", copy=False).view(np.uint8)
     else:
-        raw = tensor.raw()
-        for start in range(0, raw.size, _STEP):
-            yield raw[start : start + _STEP]
+        yield from tensor.pieces(_STEP)

@@ -1,7 +1,7 @@
 """WeightSource: what every container looks like to the rest of the package.
 
 A source is an immutable mapping from tensor name to :class:`SourceTensor`. Opening one reads and checks the container's
-structure only; tensor bytes stay mapped and are touched when asked for. Names, shapes and byte ranges have been validated
+structure only; tensor bytes stay in the file and are read when asked for. Names, shapes and byte ranges have been validated
 against the file by the time a source exists.
 """
 
@@ -16,6 +16,8 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from oazoo.formats import encodings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,14 @@ class SourceTensor(ABC):
 
     @abstractmethod
     def raw(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes, as a read-only view of the mapped file ([nbytes], no copy)."""
+        """The stored bytes ([nbytes], read-only), in memory of their own."""
+
+    def mapped(self) -> npt.NDArray[np.uint8]:
+        """The stored bytes ([nbytes], read-only) without a copy: a view of the mapped file, where they lie in one.
+
+        For files that nobody else changes: the system ends a process that touches a mapped page which its file has lost.
+        """
+        return self.raw()
 
     def pieces(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
         """The stored bytes, as consecutive arrays of at most ``size`` each."""
@@ -60,12 +69,20 @@ class SourceTensor(ABC):
         """Copy stored bytes from ``start`` on into ``out``, contiguous memory of the caller's, all of it."""
         out[:] = self.raw()[start : start + out.size]
 
+    def part(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """The stored bytes of elements ``start`` to ``stop``, as those of a tensor of their own.
+
+        Both fall on block bounds of the encoding, or ``stop`` is the end of the tensor.
+        """
+        raw = self.raw()
+        ranges = encodings.get(self.info.encoding).ranges(self.info.numel, start, stop)
+        return np.concatenate([raw[at : at + size] for at, size in ranges])
+
     @abstractmethod
     def numpy(self) -> npt.NDArray[Any]:
-        """The values, of ``info.shape``.
+        """The values, of ``info.shape``, in memory of their own.
 
-        A dense tensor comes in its own dtype (``ml_dtypes`` for bf16 and f8), without a copy where the file allows it; a
-        quantised one is decoded to float32.
+        A dense tensor comes in its own dtype (``ml_dtypes`` for bf16 and f8); a quantised one is decoded to float32.
         """
 
     @abstractmethod
@@ -77,7 +94,7 @@ class SourceTensor(ABC):
 
 
 class WeightSource(ABC, Mapping[str, SourceTensor]):
-    """An immutable, mapped container of tensors.
+    """An immutable container of tensors.
 
     ``format`` is ``"safetensors"``, ``"gguf"``, ``"oam"`` …; ``path`` is what the user named; ``files`` are all files that
     belong to it; ``metadata`` is the container's own metadata (GGUF key/values, safetensors ``__metadata__``, the typed
@@ -104,7 +121,7 @@ class WeightSource(ABC, Mapping[str, SourceTensor]):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap the files. Views handed out earlier stay valid; new ones cannot be had."""
+        """Close the files. What was handed out earlier stays valid; more cannot be had."""
 
     def __enter__(self) -> Self:
         return self

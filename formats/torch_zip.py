@@ -1,7 +1,8 @@
 """PyTorch checkpoints (``torch.save``): the tensors of the zip, and its plain values, without unpickling.
 
 The archive holds ``NAME/data.pkl``, read by :mod:`oazoo.formats.plain_pickle`, and a stored (never compressed) record
-``NAME/data/KEY`` for each storage, which is mapped. A checkpoint that holds more than tensors and plain values is refused.
+``NAME/data/KEY`` for each storage, which stays in the file. A checkpoint that holds more than tensors and plain values is
+refused.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -158,12 +159,31 @@ def pickle(data: bytes, folder: Path) -> bool:
 
 
 def json(data: bytes, folder: Path) -> bool:
-    """A strict JSON text."""
+    """A strict JSON text; as a whole, and walked by the cursor that reads headers, which has to find the same."""
     try:
-        strict_json.loads(strict_json.decode_utf8(data, "x"), "x")
+        text = strict_json.decode_utf8(data, "x")
     except OazooError:
         return False
+    walked = _walk(text, lambda cursor, key: cursor.value(key))
+    _walk(text, lambda cursor, key: cursor.string(key) if key[:1] == "s" else cursor.small_object(key))
+    try:
+        whole = strict_json.loads(text, "x")
+    except OazooError:
+        assert walked is None
+        return False
+    assert walked is None or walked == whole
     return True
+
+
+def _walk(text: str, read: Callable[[strict_json.Cursor, str], Any]) -> dict[str, Any] | None:
+    """The members of the object that a text holds; ``None`` where it is refused."""
+    cursor = strict_json.Cursor(text, "x")
+    try:
+        members = {key: read(cursor, key) for key in cursor.keys("the text")}
+        cursor.finish(" \n")
+    except OazooError:
+        return None
+    return members
 
 
 def sentencepiece(data: bytes, folder: Path) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ import numpy.typing as npt
 from oazoo.errors import FormatError, TranslationError, UsageError
 from oazoo.formats import encodings, quant
 from oazoo.formats.source import SourceTensor, WeightSource
-from oazoo.translators.rules import Offset, Rule
-from oazoo.translators.stack import Stack, Unstack, entry_values
+from oazoo.translators.rules import Concat, Identity, Offset, Rule, Slice
+from oazoo.translators.stack import Stack, Unstack, entry_values, slice_bytes, slice_values
 from oazoo.translators.translator import Checkpoint, Translation
 
 DTYPES = ("keep", "f32", "f16", "bf16")
@@ -78,16 +79,17 @@ class TensorPlan:
         }
 
     def working_bytes(self, source: WeightSource) -> int:
-        """Memory that streaming this tensor takes beyond the mapped source, in bytes (an upper estimate)."""
-        stored = sum(source[name].info.nbytes for name in self.rule.sources)
+        """Memory that streaming this tensor takes, in bytes (an upper estimate)."""
+        held = sum(source[name].info.nbytes for name in self.rule.sources)
         count = encodings.numel(self.shape)
-        whole = self.rule.transform.name == "Identity" or isinstance(self.rule.transform, Unstack)
-        if isinstance(self.rule.transform, Stack):
-            whole = self.action != "repack"
-        moved = 0 if whole else stored
-        if not self.rule.transform.on_rows and any(encodings.get(e).quantized for e in self.source_encodings):
-            moved = 4 * count
-        return moved + 24 * min(count, CHUNK)
+        transform = self.rule.transform
+        if not transform.on_rows and any(encodings.get(e).quantized for e in self.source_encodings):
+            held = 4 * count
+        streamed = isinstance(transform, (Identity, Unstack, Offset)) or _rows(self, source) is not None
+        if isinstance(transform, Stack):
+            streamed = self.action != "repack"
+        # What is not streamed is read whole, and moved into its order beside that.
+        return (0 if streamed else 2 * held) + 24 * min(count, CHUNK)
 
 
 @dataclass(slots=True)
@@ -269,7 +271,8 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
         return
     if plan.action == "repack":
         scales = Measured()
-        raw = tensors[0].pieces if _as_it_is(plan) else _moved_bytes(plan, tensors)
+        rows = _rows(plan, source)
+        raw = partial(_row_pieces, rows) if rows is not None else _moved_bytes(plan, tensors)
         for piece in quant.reencode_stream(raw, plan.source_encodings[0]):
             if piece.dtype.kind == "f":
                 _count_nonfinite(piece, scales)
@@ -279,7 +282,7 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
                 for values in tensor.chunks(CHUNK):
                     _count_nonfinite(values, measured)
         return
-    for values in _values(plan, tensors):
+    for values in _values(plan, source):
         if plan.action == "copy":
             _count_nonfinite(values, measured)
             yield values
@@ -295,18 +298,16 @@ def _entries(plan: TensorPlan) -> Iterator[TensorPlan]:
         yield TensorPlan(Rule(plan.target, (name,)), plan.shape[1:], plan.encoding, size, (kind,), action)
 
 
-def _as_it_is(plan: TensorPlan) -> bool:
-    """Whether the target is one source, element for element."""
-    return len(plan.rule.sources) == 1 and plan.rule.transform.name == "Identity"
-
-
-def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.NDArray[Any]]:
+def _values(plan: TensorPlan, source: WeightSource) -> Iterator[npt.NDArray[Any]]:
     """The target's values, flattened, in pieces, in the source's own type."""
     if isinstance(plan.rule.transform, Unstack):
-        yield from entry_values(tensors[0], plan.rule.transform, CHUNK)
+        yield from entry_values(source[plan.rule.sources[0]], plan.rule.transform, CHUNK)
         return
-    if _as_it_is(plan):
-        yield from tensors[0].chunks(CHUNK)
+    tensors = [source[name] for name in plan.rule.sources]
+    rows = _rows(plan, source)
+    if rows is not None:
+        for tensor, start, stop in rows:
+            yield from slice_values(tensor, start, stop, CHUNK)
         return
     same = len(set(plan.source_encodings)) == 1
     kinds = [encodings.get(kind) for kind in plan.source_encodings]
@@ -321,9 +322,37 @@ def _values(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> Iterator[npt.N
     if not same:
         arrays = [array.astype(np.float32) for array in arrays]
     whole = plan.rule.transform.apply(arrays)
-    rows = max(1, CHUNK * plan.shape[0] // max(1, encodings.numel(plan.shape)))
-    for start in range(0, plan.shape[0], rows):
-        yield np.ascontiguousarray(whole[start : start + rows]).reshape(-1)
+    step = max(1, CHUNK * plan.shape[0] // max(1, encodings.numel(plan.shape)))
+    for start in range(0, plan.shape[0], step):
+        yield np.ascontiguousarray(whole[start : start + step]).reshape(-1)
+
+
+def _rows(plan: TensorPlan, source: WeightSource) -> list[tuple[SourceTensor, int, int]] | None:
+    """The ranges of elements that one after another are the target, where its rows stay in order; None if they do not.
+
+    Blocks of .oam run over the flattened tensor: no row of such a one is a range of blocks.
+    """
+    tensors = [source[name] for name in plan.rule.sources]
+    kinds = {encodings.get(tensor.info.encoding) for tensor in tensors}
+    if len(kinds) != 1:
+        return None
+    kind = kinds.pop()
+    match plan.rule.transform:
+        case Identity():
+            return [(tensors[0], 0, tensors[0].info.numel)]
+        case Slice(0, first, last, _) if kind.kind != "oam" and (len(plan.shape) > 1 or not kind.quantized):
+            row = encodings.numel(tensors[0].info.shape[1:])
+            return [(tensors[0], first * row, last * row)]
+        case Concat(0, _) if kind.kind != "oam":
+            return [(tensor, 0, tensor.info.numel) for tensor in tensors]
+    return None
+
+
+def _row_pieces(rows: Sequence[tuple[SourceTensor, int, int]], size: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """The stored bytes of ranges of elements, in pieces of about ``size`` bytes."""
+    for tensor, start, stop in rows:
+        kind = encodings.get(tensor.info.encoding)
+        yield from slice_bytes(tensor, start, stop, max(1, size // kind.block_bytes) * kind.block)
 
 
 def _moved_bytes(plan: TensorPlan, tensors: Sequence[SourceTensor]) -> npt.NDArray[np.uint8]:
@@ -402,8 +431,6 @@ def same_bytes(source: WeightSource, first: str, second: str) -> bool:
     a, b = source[first], source[second]
     if (a.info.shape, a.info.encoding) != (b.info.shape, b.info.encoding):
         return False
-    left, right = a.raw(), b.raw()
-    if left.size != right.size:
+    if a.info.nbytes != b.info.nbytes:
         raise FormatError(f"{source.path}: {first} and {second} differ in size")
-    step = CHUNK * 4
-    return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, left.size, step))
+    return all(map(np.array_equal, a.pieces(4 * CHUNK), b.pieces(4 * CHUNK)))

@@ -359,10 +359,10 @@ class _Export:
             if {name: tensor.info for name, tensor in written.items() if name not in constants} != infos:
                 raise OutputError(f"{path}: does not hold the tensors that were written")
             for name in infos:
-                raw, total = written[name].raw(), 0
-                for start in range(0, raw.size, _STEP):
-                    total = zlib.crc32(raw[start : start + _STEP].data, total)
-                    self._tell("read again", min(_STEP, raw.size - start))
+                total = 0
+                for piece in written[name].pieces(_STEP):
+                    total = zlib.crc32(piece.data, total)
+                    self._tell("read again", piece.size)
                 if total != self._sums[name]:
                     raise OutputError(f"{path}: {name} was not written as it was meant: is the disk sound?")
             own = self.plan.own.translators if self.plan.own is not None else ()

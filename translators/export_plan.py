@@ -14,14 +14,14 @@ from oazoo.configs import ModelConfig, config_from_json
 from oazoo.errors import TranslationError, UsageError
 from oazoo.formats import encodings, quant
 from oazoo.formats.oam import OamSource
-from oazoo.formats.source import TensorInfo
+from oazoo.formats.source import SourceTensor, TensorInfo
 from oazoo.translators.assets import Assets
 from oazoo.translators.carried import generation_defaults, special_tokens
 from oazoo.translators.engine import CHUNK, DTYPES, Measured, TensorPlan, how_made, stream
 from oazoo.translators.export_raw import is_raw
 from oazoo.translators.exporter import NAMINGS, Outgoing, check_reads_back, outgoing
 from oazoo.translators.plan import weights_table
-from oazoo.translators.rules import Rule, invert
+from oazoo.translators.rules import Identity, Rule, invert
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -255,9 +255,16 @@ def _why_not_packed(
         return f"their rows are taken apart, which blocks of {name} do not allow"
     if any(source[part].info.shape[-1] % quant.BLOCK for part in rule.sources):
         return f"their rows are no multiple of the {quant.BLOCK} values in a block of {name}"
-    if not all(quant.scales_fit_f16(quant.planes(source[p].raw(), kinds[0])[1]) for p in rule.sources):
+    if not all(quant.scales_fit_f16(scales) for p in rule.sources for _, scales in _planes(source[p])):
         return f"{name} keeps a 16-bit scale for each block, and theirs need 32 bits"
     return None
+
+
+def _planes(tensor: SourceTensor) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
+    """Codes [blocks, bytes] and scales [blocks] of a Q4 or Q8 tensor, some blocks at a time."""
+    info = tensor.info
+    for start in range(0, info.numel, CHUNK):
+        yield quant.planes(tensor.part(start, min(start + CHUNK, info.numel)), info.encoding)
 
 
 def stream_out(plan: TensorPlan, source: OamSource, measured: Measured) -> Iterator[npt.NDArray[Any]]:
@@ -266,6 +273,10 @@ def stream_out(plan: TensorPlan, source: OamSource, measured: Measured) -> Itera
         yield from stream(plan, source, measured)
         return
     kind, rows = plan.source_encodings[0], []
+    if isinstance(plan.rule.transform, Identity):
+        for codes, scales in _planes(source[plan.rule.sources[0]]):
+            yield from quant.to_ggml_stream(codes, scales, kind)
+        return
     for name in plan.rule.sources:
         codes, scales = quant.planes(source[name].raw(), kind)
         count = source[name].info.shape[0]

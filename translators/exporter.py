@@ -88,7 +88,9 @@ def exportable() -> list[str]:
     """What can be written, as lines ``"decoder → gguf: llama, qwen2"``."""
     lines: dict[tuple[str, str], list[str]] = {}
     for entry in exporters():
-        lines.setdefault((entry.family, entry.naming), []).append(entry.architecture)
+        names = lines.setdefault((entry.family, entry.naming), [])
+        if entry.architecture not in names:
+            names.append(entry.architecture)
     words = {naming: container for container, naming in NAMINGS.items()}
     return [f"{family} → {words[naming]}: {', '.join(names)}" for (family, naming), names in lines.items()]
 

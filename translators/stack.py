@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from oazoo.errors import TranslationError
 from oazoo.formats import encodings, quant
+from oazoo.formats.mapped import MappedTensor
 from oazoo.formats.source import SourceTensor
 from oazoo.translators.rules import Array, Rule, Shape, Transform
 
@@ -84,16 +85,35 @@ def entry_values(tensor: SourceTensor, transform: Unstack, elements: int) -> Ite
     if kind.kind == "oam":
         # Blocks run over the flattened tensor: an entry may begin inside one.
         start, stop = transform.index * size, (transform.index + 1) * size
-        raw = tensor.raw()
-        first = start // quant.BLOCK * quant.BLOCK
-        for at in range(first, stop, elements):
-            values = quant.decode(
-                raw, info.encoding, info.numel, at, min(at + elements, _up(stop, info.numel))
-            )
+        first, step = start // quant.BLOCK * quant.BLOCK, max(1, elements // quant.BLOCK) * quant.BLOCK
+        for at in range(first, stop, step):
+            end = min(at + step, _up(stop, info.numel))
+            values = quant.decode(tensor.part(at, end), info.encoding, end - at)
             yield values[max(0, start - at) : stop - at]
         return
-    rows = tensor.raw().reshape(transform.count, -1)
-    yield from kind.chunks(rows[transform.index], size, elements)
+    yield from slice_values(tensor, transform.index * size, (transform.index + 1) * size, elements)
+
+
+def slice_values(tensor: SourceTensor, start: int, stop: int, elements: int) -> Iterator[npt.NDArray[Any]]:
+    """Values of elements ``start`` to ``stop``, which fall on block bounds, in pieces of about ``elements``."""
+    if stop - start == tensor.info.numel:
+        yield from tensor.chunks(elements)
+        return
+    kind = encodings.get(tensor.info.encoding)
+    for piece in slice_bytes(tensor, start, stop, max(1, elements // kind.block) * kind.block):
+        count = piece.size // kind.block_bytes * kind.block
+        yield from kind.chunks(piece, count, count)
+
+
+def slice_bytes(tensor: SourceTensor, start: int, stop: int, step: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """The stored bytes of elements ``start`` to ``stop``, of ``step`` elements at a time; all three on block bounds.
+
+    Not for the encodings of .oam, whose scales lie behind all codes.
+    """
+    if not isinstance(tensor, MappedTensor):
+        step = max(1, stop - start)  # computed as a whole whatever part of it is asked for
+    for at in range(start, stop, step):
+        yield tensor.part(at, min(at + step, stop))
 
 
 def _up(stop: int, count: int) -> int:

@@ -335,10 +335,7 @@ def _compare(name: str, a: _Tensor, b: _Tensor) -> TensorDifference:
 def _same_bytes(a: SourceTensor | None, b: SourceTensor | None) -> bool:
     if a is None or b is None or a.info.nbytes != b.info.nbytes:
         return False
-    x, y = a.raw(), b.raw()
-    return all(
-        np.array_equal(x[i : i + _RAW_STEP], y[i : i + _RAW_STEP]) for i in range(0, x.size, _RAW_STEP)
-    )
+    return all(map(np.array_equal, a.pieces(_RAW_STEP), b.pieces(_RAW_STEP)))
 
 
 def _paired(

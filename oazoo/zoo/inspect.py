@@ -106,8 +106,9 @@ def _describe_oam(source: OamSource) -> dict[str, Any]:
             "best_metric": source.progress.best_metric,
         },
     }
-    if source.optimizer is not None:
-        result["optimizer"] = {"type": source.optimizer.kind, "step": source.optimizer.step}
+    if source.optimizer_kind is not None:
+        kind, step = source.optimizer_kind
+        result["optimizer"] = {"type": kind, "step": step}
     for ours, shown in (
         ("model", "config"),
         ("family", "family"),

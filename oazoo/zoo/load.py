@@ -287,23 +287,11 @@ def _by_rows(tensor: SourceTensor, device: Device, limit: int) -> list[Tensor]:
     count = min(int(limit // (info.nbytes / rows)), MAX_ELEMENTS // width) // step * step
     if count < 1:
         raise DeviceError(f"{step} rows of {info.name} take more than one buffer may hold ({limit:,} bytes)")
-    raw = tensor.raw()
     shards = []
     for start in range(0, rows, count):
         stop = min(start + count, rows)
-        shape = (stop - start, width)
-        if info.encoding in ("q4", "q8"):
-            code_bytes = 16 if info.encoding == "q4" else 32
-            blocks = -(-rows * width // 32)
-            first, last = start * width // 32, -(-stop * width // 32)
-            scales = blocks * code_bytes
-            piece = np.concatenate(
-                [raw[first * code_bytes : last * code_bytes], raw[scales + first * 4 : scales + last * 4]]
-            )
-        else:
-            size = info.nbytes // rows
-            piece = raw[start * size : stop * size]
-        shards.append(Tensor.from_bytes(device, shape, info.encoding, piece))
+        piece = tensor.part(start * width, stop * width)
+        shards.append(Tensor.from_bytes(device, (stop - start, width), info.encoding, piece))
     return shards
 
 

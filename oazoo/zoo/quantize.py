@@ -68,6 +68,8 @@ _NEVER = (
 EMBEDDING = "embed.weight"
 #: Elements that the device packs in one go: whole blocks, 4 MB of f32, which the caches hold.
 CHUNK_ELEMENTS = 1 << 20
+#: Bytes copied at a time of tensors that stay as they are.
+PIECE = 4 << 20
 
 
 class Progress(Protocol):
@@ -307,7 +309,7 @@ def quantize(
             progress=opened.progress,
             overwrite=overwrite,
         )
-        dropped = ("the optimizer's state",) if opened.optimizer is not None else ()
+        dropped = ("the optimizer's state",) if opened.optimizer_kind is not None else ()
         report = QuantizeReport(
             source=str(source),
             output="" if output is None else str(output),
@@ -399,11 +401,9 @@ def _run(
         for step in report.tensors:
             tensor = source[step.name]
             try:
+                kept = bool(step.reason)
                 writer.write(
-                    step.name,
-                    tensor.pieces(4 * CHUNK_ELEMENTS)
-                    if step.reason
-                    else work.stream(tensor, packed.pieces(step.name)),
+                    step.name, tensor.pieces(PIECE) if kept else work.stream(tensor, packed.pieces(step.name))
                 )
             except OazooError as error:
                 if str(source.path) not in str(error):
@@ -411,7 +411,7 @@ def _run(
                 raise
         for name, state in source.state.items():
             if name != CARRIED_ASSET:
-                writer.write(name, state.pieces(4 * CHUNK_ELEMENTS))
+                writer.write(name, state.pieces(PIECE))
     return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
 
 

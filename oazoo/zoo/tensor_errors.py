@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from oazoo.errors import FormatError
 from oazoo.formats.oam import OamSource
-from oazoo.formats.quant import BLOCK, CODE_BYTES
+from oazoo.formats.quant import BLOCK, CODE_BYTES, planes
 from oazoo.formats.source import SourceTensor
 from oazoo.zoo.quantize import Progress
 
@@ -172,26 +172,22 @@ def _tensor_error(before: SourceTensor, after: SourceTensor) -> TensorError:
 
 def _histograms(tensor: SourceTensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Counts of codes and of scales, and how many scales are negative."""
-    info, raw = tensor.info, tensor.raw()
-    blocks = -(-info.numel // BLOCK)
-    width = CODE_BYTES[info.encoding]
+    info = tensor.info
     bytes_seen = np.zeros(256, np.int64)
-    for start in range(0, blocks * width, _CHUNK):
-        bytes_seen += np.bincount(raw[start : min(start + _CHUNK, blocks * width)], minlength=256)
+    bins = np.zeros((SCALE_HIGH - SCALE_LOW) * SCALE_BINS_PER_OCTAVE, np.int64)
+    negative = 0
+    for start in range(0, info.numel, _CHUNK):
+        part = tensor.part(start, min(start + _CHUNK, info.numel))
+        code_plane, scales = planes(part, info.encoding)
+        bytes_seen += np.bincount(code_plane.reshape(-1), minlength=256)
+        bins += _scale_counts(scales, bins.size)
+        negative += int((scales < 0).sum())
     if info.encoding == "q4":
         table = bytes_seen.reshape(16, 16)  # [high nibble, low nibble]
         codes, zero = table.sum(0) + table.sum(1), 7
     else:
         codes, zero = np.roll(bytes_seen, 128), 128  # signed bytes, from -128 on
-    codes[zero] -= blocks * BLOCK - info.numel
-    bins = np.zeros((SCALE_HIGH - SCALE_LOW) * SCALE_BINS_PER_OCTAVE, np.int64)
-    negative = 0
-    for start in range(0, blocks, _CHUNK):
-        scales = np.frombuffer(
-            raw[blocks * width + 4 * start : blocks * width + 4 * min(start + _CHUNK, blocks)], "<f4"
-        )
-        bins += _scale_counts(scales, bins.size)
-        negative += int((scales < 0).sum())
+    codes[zero] -= -info.numel % BLOCK
     return tuple(int(n) for n in codes), tuple(int(n) for n in bins), negative
 
 

@@ -50,7 +50,7 @@ def test_goldens_as_the_onnx_package_reads_them(name: str, data: Path) -> None:
 def test_weights_are_mapped_not_copied(data: Path) -> None:
     path = data / "onnx" / "nanogpt_script" / "model.onnx"
     with open_source(path) as source:
-        raw = source["transformer.wte.weight"].raw()
+        raw = source["transformer.wte.weight"].mapped()
     assert not raw.flags.owndata and not raw.flags.writeable
 
 
