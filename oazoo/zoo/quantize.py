@@ -280,6 +280,10 @@ def quantize(
     if isinstance(q8, str):
         q8 = [q8]
     check_method(to, method, statistics, text)
+    if device is None and not dry_run:
+        from oazoo.runtime import open_ahead
+
+        open_ahead()
     with open_file(source) as opened:
         if not isinstance(opened, OamSource):
             raise FormatError(
