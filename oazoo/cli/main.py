@@ -9,6 +9,7 @@ the overview imports no command and stays fast. Errors are turned into messages 
 from __future__ import annotations
 
 import ast
+import atexit
 import difflib
 import gc
 import importlib
@@ -83,6 +84,8 @@ class LazyGroup(click.Group):
     ) -> Any:
         """Run the command line; every way out ends in a message and an exit code, never in a traceback."""
         gc.set_threshold(_GARBAGE)
+        atexit.unregister(gc.freeze)
+        atexit.register(gc.freeze)  # the searches for garbage at the very end would free what the process's end frees
 
         def call() -> Any:
             return super(LazyGroup, self).main(
