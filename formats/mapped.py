@@ -239,7 +239,7 @@ class MappedTensor(SourceTensor):
             step = max(1, elements // encoding.block) * encoding.block
             for start in range(0, count, step):
                 stop = min(start + step, count)
-                yield from encoding.chunks(self.part(start, stop), stop - start, stop - start)
+                yield from encoding.chunks(self.part(start, stop), stop - start, step)
         except FormatError as error:
             raise self._named(error) from error
 

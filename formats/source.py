@@ -65,10 +65,6 @@ class SourceTensor(ABC):
         raw = self.raw()
         yield from (raw[start : start + size] for start in range(0, raw.size, size))
 
-    def bytes_into(self, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copy stored bytes from ``start`` on into ``out``, contiguous memory of the caller's, all of it."""
-        out[:] = self.raw()[start : start + out.size]
-
     def part(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """The stored bytes of elements ``start`` to ``stop``, as those of a tensor of their own.
 
@@ -77,6 +73,10 @@ class SourceTensor(ABC):
         raw = self.raw()
         ranges = encodings.get(self.info.encoding).ranges(self.info.numel, start, stop)
         return np.concatenate([raw[at : at + size] for at, size in ranges])
+
+    def bytes_into(self, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy stored bytes from ``start`` on into ``out``, contiguous memory of the caller's, all of it."""
+        out[:] = self.raw()[start : start + out.size]
 
     @abstractmethod
     def numpy(self) -> npt.NDArray[Any]:

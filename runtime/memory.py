@@ -260,6 +260,7 @@ class Allocator:
         self._blocks: list[Block] = []
         self._graveyard: list[tuple[int, Block]] = []
         self._staging: Block | None = None
+        self._host_blocks: list[Block] = []
         #: The timeline value that the next submission will signal; set by the recorder.
         self.next_value = 1
 
@@ -379,15 +380,28 @@ class Allocator:
             )
         return self._staging
 
+    def host_block(self, nbytes: int) -> Block:
+        """A block that the host reads at full speed, for copies that programs make; see :meth:`give_back`."""
+        block = Block(self, max(ALIGNMENT, nbytes), self._staging_type, True)
+        self._host_blocks.append(block)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """Destroy a host block once the commands that may use it are done."""
+        if block in self._host_blocks:
+            self._host_blocks.remove(block)
+            self._graveyard.append((self.next_value, block))
+
     def close(self) -> None:
         """Give everything back to the driver; the device must be idle."""
         for block in [
             *self._blocks,
             *(b for _, b in self._graveyard),
+            *self._host_blocks,
             *([self._staging] if self._staging else []),
         ]:
             block.destroy()
-        self._blocks, self._graveyard, self._staging = [], [], None
+        self._blocks, self._graveyard, self._host_blocks, self._staging = [], [], [], None
 
 
 class Arena:
@@ -401,6 +415,11 @@ class Arena:
         self._parent = parent
         self._chunk_bytes = min(chunk_bytes, parent.max_buffer_bytes)
         self._chunks: list[tuple[Range, FreeList]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the arena has."""
+        return sum(chunk.size for chunk, _ in self._chunks)
 
     def allocate(self, nbytes: int) -> Range:
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

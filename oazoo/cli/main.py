@@ -89,7 +89,9 @@ class LazyGroup(click.Group):
         gc.set_threshold(_GARBAGE)
         sys.setswitchinterval(_SWITCH)
         atexit.unregister(gc.freeze)
-        atexit.register(gc.freeze)  # the searches for garbage at the very end would free what the process's end frees
+        atexit.register(
+            gc.freeze
+        )  # the searches for garbage at the very end would free what the process's end frees
 
         def call() -> Any:
             return super(LazyGroup, self).main(

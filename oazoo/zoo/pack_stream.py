@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.formats.source import SourceTensor
+from oazoo.zoo.quantize_plan import BLOCKS
 
 if TYPE_CHECKING:
     from oazoo.runtime import Tensor
@@ -46,6 +47,17 @@ class _Coming:
     slot: PackSlot
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    tensor: SourceTensor
+    target: str
+    start: int
+    count: int
+    weights: Tensor | None
+    #: The values of a quantised tensor, in pieces as these.
+    decoded: Iterator[npt.NDArray[Any]] | None
+
+
 class PackStream:
     """Packs tensors in a fixed order::
 
@@ -55,8 +67,8 @@ class PackStream:
 
     Args:
         packers: by encoding.
-        tasks: the tensors, dense and of a type that is packed, each with its encoding, in the order in which they will be
-            asked for.
+        tasks: the tensors, each with its encoding, in the order in which they will be asked for; dense of a type that is
+            packed, or quantised, which are decoded first.
         chunk: elements of a piece: whole blocks, no more than the packers take.
         weights: called for a tensor when its turn comes; see :func:`oazoo.runtime.ops.pack.pack`.
     """
@@ -75,27 +87,30 @@ class PackStream:
         self._next = next(self._steps, None)
         self._coming: deque[_Coming] = deque()
 
-    def _in_order(
-        self, tasks: Sequence[tuple[SourceTensor, str]], chunk: int
-    ) -> Iterator[tuple[SourceTensor, str, int, int, Tensor | None]]:
+    def _in_order(self, tasks: Sequence[tuple[SourceTensor, str]], chunk: int) -> Iterator[_Step]:
         for tensor, target in tasks:
             count = tensor.info.numel
             weights = self._weights(tensor, target)
+            decoded = tensor.chunks(chunk) if tensor.info.encoding in BLOCKS else None
             for start in range(0, count, chunk):
-                yield tensor, target, start, min(chunk, count - start), weights
+                yield _Step(tensor, target, start, min(chunk, count - start), weights, decoded)
 
     def _start_what_fits(self) -> None:
         """Start pieces as long as slots are free. The device works meanwhile."""
         while self._next is not None:
-            tensor, target, start, count, weights = self._next
-            free = self._free[target]
+            step = self._next
+            free = self._free[step.target]
             if not free:
                 return
             slot = free.popleft()
-            values = slot.room(count, tensor.info.encoding)
-            tensor.bytes_into(start * values.itemsize, values.view(np.uint8))
-            slot.start(weights, start)
-            self._coming.append(_Coming(tensor.info.name, start, values, slot))
+            if step.decoded is None:
+                values = slot.room(step.count, step.tensor.info.encoding)
+                step.tensor.bytes_into(step.start * values.itemsize, values.view(np.uint8))
+            else:
+                values = slot.room(step.count, "f32")
+                values[:] = next(step.decoded)
+            slot.start(step.weights, step.start)
+            self._coming.append(_Coming(step.tensor.info.name, step.start, values, slot))
             self._next = next(self._steps, None)
 
     def pieces(self, name: str) -> Iterator[PackedPiece]:

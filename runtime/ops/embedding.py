@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oazoo.runtime.ops.common import MAX_ELEMENTS, grid, require, require_dense
+from oazoo.runtime.ops.common import MAX_ELEMENTS, class_numbers, grid, require
 from oazoo.runtime.tape import taped, taping
 from oazoo.runtime.tensor import Tensor
 
@@ -22,7 +22,7 @@ def embedding(
     An id or position outside its table gives NaN and reads nothing.
 
     Args:
-        ids: i32 [tokens].
+        ids: i32, u32 or u8 [tokens].
         table: [vocabulary, width], any encoding; or several tensors of one encoding that hold its rows in order.
         positions: [positions, width] in the table's encoding, or None.
         start: i32 [1], position of the first token; needed with ``positions``.
@@ -32,7 +32,7 @@ def embedding(
         f32 [tokens, width].
     """
     op = "embedding"
-    require_dense(ids, op, "ids", "i32", -1)
+    is_bytes = class_numbers(op, "ids", ids, -1)
     require((positions is None) == (start is None), op, "positions and start go together")
     parts = [table] if isinstance(table, Tensor) else list(table)
     require(len(parts) > 0, op, "the table has no tensors: it is not loaded, or was given back")
@@ -63,6 +63,7 @@ def embedding(
             vocabulary=sum(p.shape[0] for p in parts),
             position_rows=0 if positions is None else positions.shape[0],
             scale=scale,
+            bytes=is_bytes,
         )
         first += part.shape[0]
     if not taping(*parts, positions):
@@ -70,7 +71,7 @@ def embedding(
     require(len(parts) == 1, op, "a table in several parts has no gradient")
 
     def back(dy: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        of_table = table_gradient(ids, dy, parts[0].shape[0]) if want[0] else None
+        of_table = table_gradient(ids, dy, parts[0].shape[0], scale) if want[0] else None
         return of_table, None
 
     require(
@@ -81,12 +82,21 @@ def embedding(
     return taped(y, (parts[0], positions), back)
 
 
-def table_gradient(ids: Tensor, dy: Tensor, rows: int) -> Tensor:
-    """The gradient of a table of ``rows`` rows, f32 [rows, width]: rows of ``dy`` added up by id, in their order."""
+def table_gradient(ids: Tensor, dy: Tensor, rows: int, scale: float = 1.0) -> Tensor:
+    """The gradient of a table of ``rows`` rows, f32 [rows, width]: rows of ``dy`` added up by id, in their order, scaled."""
+    is_bytes = class_numbers("embedding", "ids", ids, dy.shape[0])
     tokens, width = dy.shape
     y = Tensor.empty(dy.device, (rows, width))
     groups = grid(rows)
     dy.device.kernel("embedding_back").dispatch(
-        groups, {"ids": ids, "dy": dy}, {"y": y}, tokens=tokens, width=width, rows=rows, columns=groups[0]
+        groups,
+        {"ids": ids, "dy": dy},
+        {"y": y},
+        tokens=tokens,
+        width=width,
+        rows=rows,
+        columns=groups[0],
+        bytes=is_bytes,
+        scale=scale,
     )
     return y
