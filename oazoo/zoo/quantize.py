@@ -191,6 +191,10 @@ def quantize(
     target, limit = resolve(to, recipe, budget)
     keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
     request = Request(target, keep, q8, allow_requantize)
+    if device is None and not dry_run and target not in DENSE:
+        from oazoo.runtime import open_ahead
+
+        open_ahead()
     with open_file(source) as opened, ExitStack() as stack:
         if not isinstance(opened, OamSource):
             raise FormatError(
