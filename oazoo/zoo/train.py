@@ -267,6 +267,10 @@ class Run:
             )
         documents = load_data(data, subject.tokenizer, template=subject.template, raw=raw, progress=progress)
         part, held = _parts(documents, settings)
+        if documents.continuous and context >= part.tokens:
+            raise UsageError(
+                f"rows of {context} tokens are longer than the {part.tokens} tokens of the data; shorten them (--context)"
+            )
         rows = make_rows(part, context, shift=True, seed=settings.seed)
         for line in rows.report.warnings():
             say(line)
