@@ -25,6 +25,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.generation.text_model import TextModel
 from oazoo.models import CausalModel, build
+from oazoo.nn.dropout import Dropout
 from oazoo.nn.lora import LoRA
 from oazoo.runtime import Device, Tensor, get_device
 from oazoo.text import BaseTokenizer, ChatTemplate, Tokenizer
@@ -138,7 +139,7 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     config = chosen.config(vocabulary, context)
     model = build(config, device)
     model.initialize(device, settings.seed)
-    model.set_dropout(settings.dropout)
+    _set_dropout(model, settings.dropout, name)
     document = {
         "oazoo": 1,
         "family": config.family,
@@ -151,6 +152,19 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     file = ModelFile(_oam_config(config, document), {"tokenizer.json": definition})
     identity = {"model": name, "config": config.to_json()}
     return _Subject(name, "new", model, config, tokenizer, None, file, identity)
+
+
+def _set_dropout(model: CausalModel, rate: float, name: str) -> None:
+    """Dropout in the model itself, where its architecture has any.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if rate and not any(isinstance(module, Dropout) for module in model.modules()):
+        raise UsageError(
+            f"{name}: models of the family {type(model).__name__} have no dropout; leave --dropout out"
+        )
+    model.set_dropout(rate)
 
 
 def _oam_config(config: ModelConfig, document: Mapping[str, Any]) -> OamConfig:
@@ -198,6 +212,8 @@ def imported_model(
         identity,
         base=facts,
     )
+    if lora is not None and settings.dropout:
+        raise UsageError("the frozen model keeps no dropout; that of the corrections is --lora-dropout")
     if lora is None:
         if packed:
             raise UsageError(
@@ -206,7 +222,7 @@ def imported_model(
                 f"oazoo quantize {path.name} --to f32 -o OUT.oam"
             )
         model.to_f32().requires_grad_()
-        model.set_dropout(settings.dropout)
+        _set_dropout(model, settings.dropout, loaded.name)
         return subject
     subject.map = _published(config, declared)
     names = choose_layers(config, targets, None if subject.map is None else subject.map.places)
