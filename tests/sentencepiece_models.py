@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from oazoo.translators.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, Vocabulary
@@ -36,6 +37,14 @@ def vocabulary(merges: int = 60, space_prefix: bool = True) -> Vocabulary:
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(joined) + len(ALPHABET))]
     scores = [0.0] * 259 + [-float(rank) for rank in range(len(joined) + len(ALPHABET))]
     return Vocabulary(pieces, scores, types, space_prefix)
+
+
+def with_runs(v: Vocabulary, lengths: Sequence[int], character: str = "▁") -> Vocabulary:
+    """With runs of a character as pieces, all of one score, as Llama and Mistral have runs of spaces."""
+    pieces = [*v.pieces, *(character * length for length in lengths)]
+    scores = [-1e9 if p == character else score for p, score in zip(v.pieces, v.scores, strict=True)]
+    count = len(lengths)
+    return Vocabulary(pieces, [*scores, *[-1e9] * count], [*v.types, *[NORMAL] * count], v.space_prefix)
 
 
 def reference_encode(v: Vocabulary, text: str) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import LLAMA, llama_tensors, write_gguf, write_hf
-from sentencepiece_models import CORPUS, vocabulary
+from sentencepiece_models import CORPUS, vocabulary, with_runs
 from tokenizers import Tokenizer
 from tricky_texts import TEXTS, learned_metadata, tiny_llama
 
@@ -55,7 +55,7 @@ def test_ids_are_llama_cpps(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("space_prefix", (True, False))
 def test_sentencepiece_goes_out(space_prefix: bool, tmp_path: Path) -> None:
     """Merges became scores: llama.cpp gives the ids of the tokenizer.json that was exported."""
-    v = vocabulary(space_prefix=space_prefix)
+    v = with_runs(vocabulary(space_prefix=space_prefix), (2, 4, 8, 5, 3, 16))
     data = build_pieces(v, "v", prefix=("<s>", 1), suffix=None)
     config = LLAMA | {"vocab_size": len(v.pieces)}
     oazoo.convert(
@@ -68,6 +68,7 @@ def test_sentencepiece_goes_out(space_prefix: bool, tmp_path: Path) -> None:
     theirs = model.get_vocab()
     ours = Tokenizer.from_buffer(data)
     texts = [*TEXTS, CORPUS, "the cat sat on the hat", " a  the", "naïve café; cat."]
+    texts += [f"a{' ' * length}the{' ' * (length // 2)}" for length in range(40)]
     for text in texts:
         assert theirs.tokenize(text, True, True) == ours.encode(text).ids, text
     assert theirs.tokenize("the</s>cat", True, True) == ours.encode("the</s>cat").ids

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from checkpoints import LLAMA, gguf_names, llama_metadata, llama_tensors, write_gguf, write_hf
 from exported import gguf_values
-from sentencepiece_models import ALPHABET, CORPUS, gguf_metadata, reference_encode, vocabulary
+from sentencepiece_models import (
+    ALPHABET,
+    CORPUS,
+    gguf_metadata,
+    reference_encode,
+    vocabulary,
+    with_runs,
+)
 from tokenizers import Tokenizer
 
 from oazoo.errors import TokenizerError
@@ -141,6 +148,39 @@ def test_forms_of_documents(form: str) -> None:
     )
     assert any("does not begin with a space" in note for note in notes) == (scheme != "never")
     assert any("after each special token" in note for note in notes) == (scheme == "first")
+
+
+def test_runs_of_spaces_keep_their_one_score() -> None:
+    """Llama's and Mistral's: the list that stands for a common score becomes it again, other pieces keep theirs."""
+    v = with_runs(vocabulary(), (2, 4, 8, 5, 3))
+    found, _ = written(document(v))
+    check_ids(document(v), found, v)
+    assert len(set(found[f"{AT}scores"][-5:])) == 1
+    merged = (
+        "".join(pair)
+        for pair in document(v)["model"]["merges"]
+        if pair[0][0] != "▁" or len(pair[1].strip("▁"))
+    )
+    assert min(found[f"{AT}scores"][v.pieces.index(piece)] for piece in merged) > found[f"{AT}scores"][-1]
+    for text in (" " * length for length in range(30)):
+        stored = Vocabulary(v.pieces, found[f"{AT}scores"], v.types)
+        assert reference_encode(stored, text) == reference_encode(v, text)
+
+
+def test_runs_in_an_order_of_their_own() -> None:
+    """As transformers lists them, by id: scores that differ say that."""
+    v = with_runs(vocabulary(), (2, 4, 8, 5, 3))
+    d = document(v)
+    by_id = {piece: number for number, piece in enumerate(v.pieces)}
+    runs = [pair for pair in d["model"]["merges"] if set("".join(pair)) == {"▁"}]
+    rest = [pair for pair in d["model"]["merges"] if pair not in runs]
+    d["model"]["merges"] = rest + sorted(runs, key=lambda pair: by_id["".join(pair)])
+    found, _ = written(d)
+    assert len(set(found[f"{AT}scores"][-5:])) == 5
+    check_ids(d, found, v)
+    d["model"]["merges"] = rest + sorted(runs, key=lambda pair: (by_id[pair[1]], by_id[pair[0]]))
+    with pytest.raises(TokenizerError, match="are not those of scores"):
+        written(d)
 
 
 def test_runs_of_spaces_that_are_added_tokens_as_well() -> None:
