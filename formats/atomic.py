@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import secrets
 import shutil
 import stat
 import sys
@@ -176,7 +175,7 @@ class AtomicFile:
         self._overwrite = overwrite
         self._target = check_output(path, overwrite=overwrite)
         _remove_leftovers(self._target.parent)
-        self._temporary = self._target.parent / f".oazoo-{secrets.token_hex(8)}.partial"
+        self._temporary = self._target.parent / f".oazoo-{os.urandom(8).hex()}.partial"
         try:
             self.file: io.BufferedRandom = self._temporary.open("x+b")
         except OSError as error:

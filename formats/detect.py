@@ -13,11 +13,8 @@ from oazoo.formats.hf_folder import ShardedSource, find_weights
 from oazoo.formats.mapped import MappedFile, open_regular
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import MAGIC as OAM_MAGIC
-from oazoo.formats.onnx import FIRST_BYTES, OnnxSource, looks_like_onnx
 from oazoo.formats.safetensors import MAX_HEADER, SafetensorsSource
 from oazoo.formats.source import WeightSource
-from oazoo.formats.torch_zip import HOW as _HOW
-from oazoo.formats.torch_zip import TorchSource
 
 SUPPORTED = (
     "SafeTensors (one file, or a sharded index), GGUF (versions 2 and 3), ONNX, PyTorch checkpoints of plain tensors "
@@ -52,8 +49,12 @@ def open_source(path: Path | str) -> WeightSource:
     if head.lstrip()[:1] == b"{":
         return ShardedSource(path)
     if _looks_like_torch(head):
+        from oazoo.formats.torch_zip import TorchSource
+
         return TorchSource(path)
     if _looks_like_onnx(path, head):
+        from oazoo.formats.onnx import OnnxSource
+
         return OnnxSource(path)
     raise FormatError(f"{path}: {_what_it_is(head)}; supported are {SUPPORTED}")
 
@@ -73,6 +74,8 @@ def _looks_like_torch(head: bytes) -> bool:
 
 
 def _looks_like_onnx(path: Path, head: bytes) -> bool:
+    from oazoo.formats.onnx import FIRST_BYTES, looks_like_onnx
+
     # Cheap on anything else: the first byte of a ModelProto is the tag of one of its fields.
     if looks_like_onnx(head):
         return True
@@ -87,14 +90,16 @@ def _looks_like_onnx(path: Path, head: bytes) -> bool:
 
 def _what_it_is(head: bytes) -> str:
     """What an unsupported file is, as far as its first bytes tell, and what to do about it."""
+    from oazoo.formats.torch_zip import HOW
+
     if not head:
         return "is empty; fetch it again"
     if head.startswith(b"PK\x03\x04") and b".npy" in head:
         return "is a NumPy archive (.npz)"
     if head.startswith(b"PK\x03\x04"):
-        return "is a zip archive; unpack it, or if it is a PyTorch checkpoint: " + _HOW
+        return "is a zip archive; unpack it, or if it is a PyTorch checkpoint: " + HOW
     if _looks_like_pickle(head):
-        return f"is a Python pickle, which can run code when loaded and is never read; {_HOW}"
+        return f"is a Python pickle, which can run code when loaded and is never read; {HOW}"
     if head.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself; fetch the file with: git lfs pull"
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
@@ -104,7 +109,7 @@ def _what_it_is(head: bytes) -> str:
     if head.lstrip()[:1] == b"<":
         return "is a web page or XML, not weights: the download went wrong"
     if len(head) >= 265 and head[257:262] == b"ustar":
-        return f"is a tar archive; unpack it, or if it is an old PyTorch checkpoint: {_HOW}"
+        return f"is a tar archive; unpack it, or if it is an old PyTorch checkpoint: {HOW}"
     return f"has unknown content (first bytes: {head[:8].hex(' ')})"
 
 

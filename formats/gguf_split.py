@@ -43,6 +43,14 @@ def part_name(name: str) -> PartName | None:
     return PartName(match[1], int(match[2]), int(match[3]))
 
 
+def all_parts(name: str) -> list[str]:
+    """The names of all parts of the model that the part ``name`` belongs to, in order; else ``name`` itself."""
+    part = part_name(name)
+    if part is None or part.count > MAX_PARTS:
+        return [name]
+    return [part.of(number) for number in range(1, part.count + 1)]
+
+
 def first_part(names: list[str]) -> str | None:
     """The first of ``names``, if all of them are named as parts of one model."""
     parts = [part_name(name) for name in names]

@@ -124,6 +124,15 @@ class MappedFile:
             pieces.append(data)
         return b"".join(pieces)
 
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out``, flat bytes, from ``offset`` on; as :meth:`read`, but into memory of the caller's."""
+        if not hasattr(os, "preadv"):  # Windows, macOS before 11
+            out[:] = self.read(offset, len(out))
+            return
+        self._check_inside(offset, len(out))
+        self._check_usable()
+        self._fill(out, offset)
+
     def view(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
         """A read-only mapped view of ``[offset, offset + size)``, which lies inside the file."""
         self._check_usable()
@@ -230,7 +239,7 @@ class MappedTensor(SourceTensor):
             step = max(1, elements // encoding.block) * encoding.block
             for start in range(0, count, step):
                 stop = min(start + step, count)
-                yield from encoding.chunks(self.part(start, stop), stop - start, stop - start)
+                yield from encoding.chunks(self.part(start, stop), stop - start, step)
         except FormatError as error:
             raise self._named(error) from error
 
@@ -238,6 +247,11 @@ class MappedTensor(SourceTensor):
         for start in range(0, self.info.nbytes, size):
             data = self._file.read(self._offset + start, min(size, self.info.nbytes - start))
             yield np.frombuffer(data, np.uint8)
+
+    def bytes_into(self, start: int, out: npt.NDArray[np.uint8]) -> None:
+        if start < 0 or start + out.size > self.info.nbytes:
+            raise ValueError(f"{start} to {start + out.size} is not within {self.info.nbytes} bytes")
+        self._file.read_into(self._offset + start, out.data)
 
     def with_type(self, encoding: str, shape: tuple[int, ...]) -> MappedTensor:
         """The same bytes under another encoding and shape, whose size the caller has checked."""

@@ -74,6 +74,10 @@ class SourceTensor(ABC):
         ranges = encodings.get(self.info.encoding).ranges(self.info.numel, start, stop)
         return np.concatenate([raw[at : at + size] for at, size in ranges])
 
+    def bytes_into(self, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy stored bytes from ``start`` on into ``out``, contiguous memory of the caller's, all of it."""
+        out[:] = self.raw()[start : start + out.size]
+
     @abstractmethod
     def numpy(self) -> npt.NDArray[Any]:
         """The values, of ``info.shape``, in memory of their own.

@@ -10,15 +10,16 @@ import atexit
 import hashlib
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.errors import DeviceError
+from oazoo.errors import DeviceError, OazooError
 from oazoo.runtime.instance import (
     DeviceInfo,
     choose,
@@ -162,13 +163,13 @@ class Device:
         groups: tuple[int, int, int],
         reads: list[Span],
         writes: list[Span],
-        tensors: tuple[Mapping[str, Tensor | None], Mapping[str, Tensor]],
+        tensors: Iterable[Iterable[Tensor | None]],
         work: int,
     ) -> None:
         """Append a dispatch to what is being recorded; called by :meth:`Kernel.dispatch`."""
         if self._capturing is not None:
             for group in tensors:
-                self._capturing.keep(group.values())
+                self._capturing.keep(group)
             self._capturing.recording.dispatch(kernel.pipeline, push, groups, reads, writes, work)
             return
         self._current().dispatch(kernel.pipeline, push, groups, reads, writes, work)
@@ -187,7 +188,13 @@ class Device:
             self._current().copy(source, target, size)
 
     def update(self, target: tuple[Any, int, int], data: npt.NDArray[np.uint8]) -> None:
-        """Append a write of at most ``INLINE_BYTES`` bytes, a multiple of 4, that lie within the commands themselves."""
+        """Append a write of at most ``INLINE_BYTES`` bytes, a multiple of 4, that lie within the commands themselves.
+
+        A captured program writes the same bytes at every replay; what it writes to must be an argument of a kernel in it.
+        """
+        if self._capturing is not None:
+            self._capturing.recording.update(target, data)
+            return
         self._current().update(target, data)
         self._send_when_full()
 
@@ -247,6 +254,16 @@ class Device:
             self._capturing, self._arena = None, None
 
     @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do what is called inside at once, also while a program is captured: for constants that its work needs."""
+        program, arena = self._capturing, self._arena
+        self._capturing, self._arena = None, None
+        try:
+            yield
+        finally:
+            self._capturing, self._arena = program, arena
+
+    @contextmanager
     def profile(self) -> Iterator[dict[str, list[float]]]:
         """Run every dispatch alone and collect its seconds by kernel name (submission and waiting included)."""
         self.synchronize()
@@ -283,6 +300,17 @@ class Device:
             self._submitted -= 1
             check(result, "vkQueueSubmit")
         self.allocator.next_value = self._submitted + 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is recorded, or was submitted and is not known to be done."""
+        return self._recording is not None or self._submitted > self._completed
+
+    def done(self, value: int) -> bool:
+        """Whether the submission with that timeline value is done; does not wait."""
+        if value > self._completed:
+            self._poll()
+        return value <= self._completed
 
     @property
     def submitted(self) -> int:
@@ -343,6 +371,7 @@ class Device:
 
 
 _default: Device | None = None
+_opening = threading.Lock()
 
 
 def get_device() -> Device:
@@ -353,6 +382,21 @@ def get_device() -> Device:
         UsageError: ``OAZOO_DEVICE`` names no device.
     """
     global _default
-    if _default is None or _default.closed:
-        _default = Device.open(os.environ.get("OAZOO_DEVICE"))
-    return _default
+    with _opening:
+        if _default is None or _default.closed:
+            _default = Device.open(os.environ.get("OAZOO_DEVICE"))
+        return _default
+
+
+def open_ahead() -> None:
+    """Begin to open the process's device while the caller does something else; drivers take a tenth of a second and more.
+
+    :func:`get_device` waits for it, and tells what went wrong.
+    """
+
+    def opened() -> None:
+        with suppress(OazooError):
+            get_device()
+
+    if _default is None:
+        threading.Thread(target=opened, name="oazoo-device").start()

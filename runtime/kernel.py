@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import struct as packing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from oazoo.errors import DeviceError
+from oazoo.runtime.memory import ALIGNMENT
+from oazoo.runtime.recording import Span
 from oazoo.runtime.vk import check, load, struct
 
 if TYPE_CHECKING:
@@ -51,6 +53,18 @@ def manifest() -> Mapping[str, KernelSpec]:
         )
         for name, row in json.loads(text)["kernels"].items()
     }
+
+
+def merged_spans(tensors: Iterable[Tensor]) -> list[Span]:
+    """The spans of many tensors, widened to the units that memory is handed out in, neighbours made one."""
+    merged: list[Span] = []
+    for start, end in sorted(tensor.span for tensor in tensors):
+        start, end = start // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
 
 
 class Kernel:
@@ -120,8 +134,11 @@ class Kernel:
         groups: tuple[int, int, int],
         reads: Mapping[str, Tensor | None],
         writes: Mapping[str, Tensor],
+        /,
         *,
         work: int = 0,
+        also_reads: Sequence[Tensor] = (),
+        also_writes: Sequence[Tensor] = (),
         **scalars: float,
     ) -> None:
         """Record one run.
@@ -131,6 +148,8 @@ class Kernel:
             reads: pointer arguments that are only read; None passes a null pointer.
             writes: pointer arguments that are written (and perhaps read).
             work: about how many multiply-adds the run does, where that is many: long submissions are split by it.
+            also_reads: what the kernel reads through addresses that lie in another tensor.
+            also_writes: and what it writes through them (and perhaps reads).
             scalars: the other fields of the argument struct.
 
         Raises:
@@ -155,7 +174,12 @@ class Kernel:
                 values.append(scalars[name])
         read_spans = [t.span for t in reads.values() if t is not None]
         write_spans = [t.span for t in writes.values()]
-        self._device.record(self, self._pack(*values), groups, read_spans, write_spans, (reads, writes), work)
+        tensors: tuple[Iterable[Tensor | None], ...] = (reads.values(), writes.values())
+        if also_reads or also_writes:
+            read_spans += merged_spans(also_reads)
+            write_spans += merged_spans(also_writes)
+            tensors = (*tensors, also_reads, also_writes)
+        self._device.record(self, self._pack(*values), groups, read_spans, write_spans, tensors, work)
 
     def destroy(self) -> None:
         vk = load()

@@ -185,6 +185,8 @@ class Block:
             check(vk.lib.vkMapMemory(device, self.memory, 0, size, 0, pointer), "vkMapMemory")
             self.view = np.frombuffer(ffi.buffer(pointer[0], size), np.uint8)
         self.free = FreeList(0, size)
+        #: Whether it is for one range only, and goes with it.
+        self.dedicated = False
 
     def destroy(self) -> None:
         vk = load()
@@ -258,6 +260,7 @@ class Allocator:
         self._blocks: list[Block] = []
         self._graveyard: list[tuple[int, Block]] = []
         self._staging: Block | None = None
+        self._host_blocks: list[Block] = []
         #: The timeline value that the next submission will signal; set by the recorder.
         self.next_value = 1
 
@@ -314,24 +317,33 @@ class Allocator:
         dedicated = size >= min(_DEDICATED_BYTES, self.max_buffer_bytes)
         if not dedicated:
             for block in self._blocks:
-                if block.size == _BLOCK_BYTES or block.size < _DEDICATED_BYTES:
+                if not block.dedicated:
                     offset = block.free.take(size)
                     if offset is not None:
                         return Range(self, block, offset, size)
         block = self._new_block(size if dedicated else min(_BLOCK_BYTES, self.max_buffer_bytes))
-        self._blocks.append(block)
+        block.dedicated = dedicated
         offset = block.free.take(size)
         assert offset is not None
         return Range(self, block, offset, size)
 
-    def _new_block(self, size: int) -> Block:
+    def allocate_host(self, nbytes: int) -> Range:
+        """Memory that the host reads and writes at full speed, for copies from and to it; kernels do not touch it."""
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        block = self._new_block(size, host=True)
+        block.dedicated = True
+        block.free.take(size)
+        return Range(self, block, 0, size)
+
+    def _new_block(self, size: int, *, host: bool = False) -> Block:
         if self.memory_limit is not None and self.allocated_bytes + size > self.memory_limit:
             raise OutOfDeviceMemoryError(self._shortage(size, "OAZOO_MEMORY_LIMIT"))
         try:
-            block = Block(self, size, self._device_type, self.unified)
+            block = Block(self, size, self._staging_type if host else self._device_type, host or self.unified)
         except OutOfDeviceMemoryError:
             raise OutOfDeviceMemoryError(self._shortage(size, "the driver")) from None
         self.allocated_bytes += size
+        self._blocks.append(block)
         return block
 
     def _shortage(self, size: int, refused_by: str) -> str:
@@ -347,7 +359,8 @@ class Allocator:
         """Take a range back; a dedicated block goes to the driver once the commands that may use it are done."""
         block = freed.block
         block.free.give(freed.offset, freed.size)
-        if block.free.is_whole and block.size != _BLOCK_BYTES and block in self._blocks:
+        goes = block.dedicated or block.size != _BLOCK_BYTES
+        if block.free.is_whole and goes and block in self._blocks:
             self._blocks.remove(block)
             self.allocated_bytes -= block.size
             self._graveyard.append((self.next_value, block))
@@ -367,15 +380,28 @@ class Allocator:
             )
         return self._staging
 
+    def host_block(self, nbytes: int) -> Block:
+        """A block that the host reads at full speed, for copies that programs make; see :meth:`give_back`."""
+        block = Block(self, max(ALIGNMENT, nbytes), self._staging_type, True)
+        self._host_blocks.append(block)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """Destroy a host block once the commands that may use it are done."""
+        if block in self._host_blocks:
+            self._host_blocks.remove(block)
+            self._graveyard.append((self.next_value, block))
+
     def close(self) -> None:
         """Give everything back to the driver; the device must be idle."""
         for block in [
             *self._blocks,
             *(b for _, b in self._graveyard),
+            *self._host_blocks,
             *([self._staging] if self._staging else []),
         ]:
             block.destroy()
-        self._blocks, self._graveyard, self._staging = [], [], None
+        self._blocks, self._graveyard, self._host_blocks, self._staging = [], [], [], None
 
 
 class Arena:
@@ -389,6 +415,11 @@ class Arena:
         self._parent = parent
         self._chunk_bytes = min(chunk_bytes, parent.max_buffer_bytes)
         self._chunks: list[tuple[Range, FreeList]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the arena has."""
+        return sum(chunk.size for chunk, _ in self._chunks)
 
     def allocate(self, nbytes: int) -> Range:
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -39,6 +39,11 @@ class Program:
         """Number of kernel runs and copies in one replay."""
         return self.recording.commands
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the program's intermediates take, what it keeps from outside not counted."""
+        return self._arena.nbytes
+
     def run(self) -> None:
         """Queue one replay behind all work so far; reading a tensor waits for it."""
         if not self.complete:

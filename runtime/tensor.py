@@ -27,6 +27,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "u8": np.dtype(np.uint8),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Largest write from the host that is queued rather than waited for.
+_QUEUED_BYTES = 16 * INLINE_BYTES
 #: Block encodings of the `.oam` format: bytes of codes in a block of 32; a float32 scale a block follows in a second plane.
 BLOCK_CODE_BYTES = {"q4": 16, "q8": 32}
 BLOCK = 32
@@ -154,22 +156,39 @@ class Tensor:
                 "a tensor cannot be written while a program is captured: write it before, or before a run"
             )
         host = self.memory.host
+        # Small ones are queued like any other command, so that nobody waits; where nothing is queued, nobody would.
+        queue = 0 < raw.nbytes <= _QUEUED_BYTES and raw.nbytes % 4 == 0 and self.address % 4 == 0
+        if queue and (host is None or device.busy):
+            self._inscribe(raw)
+            return
         if host is not None:
             device.synchronize()
             host[self.offset : self.offset + raw.nbytes] = raw
-            return
-        if 0 < raw.nbytes <= INLINE_BYTES and raw.nbytes % 4 == 0 and self.address % 4 == 0:
-            device.update(self._place(0), raw)  # queued like any other command: nobody waits
             return
         staging = device.allocator.staging()
         assert staging.view is not None
         for start in range(0, raw.nbytes, staging.size):
             part = raw[start : start + staging.size]
             staging.view[: part.nbytes] = part
-            device.copy((staging.buffer, 0, staging.address), self._place(start), part.nbytes)
+            device.copy((staging.buffer, 0, staging.address), self.place(start), part.nbytes)
             device.synchronize()
 
-    def _place(self, start: int) -> tuple[Any, int, int]:
+    def inscribe(self, array: npt.ArrayLike) -> None:
+        """Replace all values with ones that lie within the queued, or captured, commands themselves.
+
+        Nobody waits, and a replay writes them again; for small tables that a kernel reads.
+        """
+        values = np.asarray(array, DTYPES[self.dtype], order="C")
+        if values.shape != self.shape or self.nbytes % 4 or self.address % 4:
+            raise DeviceError(f"an array of shape {values.shape} cannot be inscribed in {self!r}")
+        self._inscribe(values.reshape(-1).view(np.uint8))
+
+    def _inscribe(self, raw: npt.NDArray[np.uint8]) -> None:
+        for start in range(0, raw.nbytes, INLINE_BYTES):
+            self.device.update(self.place(start), raw[start : start + INLINE_BYTES])
+
+    def place(self, start: int = 0) -> tuple[Any, int, int]:
+        """Where byte ``start`` lies, as :meth:`Device.copy` wants it: VkBuffer, offset in it, device address."""
         return self.memory.block.buffer, self.memory.offset + self.offset + start, self.address + start
 
     def bytes(self) -> npt.NDArray[np.uint8]:
@@ -186,7 +205,7 @@ class Tensor:
         assert staging.view is not None
         for start in range(0, self.nbytes, staging.size):
             size = min(staging.size, self.nbytes - start)
-            device.copy(self._place(start), (staging.buffer, 0, staging.address), size)
+            device.copy(self.place(start), (staging.buffer, 0, staging.address), size)
             device.synchronize()
             result[start : start + size] = staging.view[:size]
         return result

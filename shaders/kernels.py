@@ -100,6 +100,17 @@ UNARY = {
 }
 #: The activations of activation.slang, whose way back is in unary.slang.
 BACK = {"silu": "Silu", "gelu_tanh": "GeluTanh", "gelu": "GeluErf"}
+#: Losses of a prediction against a target (pair_loss.slang), by the name of their op.
+PAIR_LOSSES = {"mse": "Mse", "l1": "L1", "smooth_l1": "SmoothL1", "binary_cross_entropy": "Bce"}
+#: What optimizers need besides their updates (optimizer.slang).
+OPTIMIZER_PARTS = {
+    "advance": "advance",
+    "squares": "squares",
+    "clip_factor": "clipFactor",
+    "rescale": "rescale",
+    "unit_norm": "unitNorm",
+    "note": "note",
+}
 #: Head widths that have training attention of their own for CPU devices.
 TRAIN_HEAD_DIMS = (16, 32, 64)
 
@@ -117,10 +128,25 @@ def _training() -> dict[str, KernelSpec]:
         table[f"norm_back_{lanes.lower()}"] = KernelSpec("norm_back", f"back{lanes}")
         table[f"cross_entropy_{lanes.lower()}"] = KernelSpec("loss", f"forward{lanes}")
         table[f"cross_entropy_back_{lanes.lower()}"] = KernelSpec("loss", f"back{lanes}")
+        table[f"softmax_{lanes.lower()}"] = KernelSpec("softmax", f"forward{lanes}")
+        table[f"softmax_back_{lanes.lower()}"] = KernelSpec("softmax", f"back{lanes}")
     table["column_sums"] = KernelSpec("norm_back", "columnSums")
-    for name in ("fill", "axpy", "scale", "sum", "columns"):
+    for name, function in PAIR_LOSSES.items():
+        table[name] = KernelSpec("pair_loss", f"forward<{function}>")
+        table[f"{name}_back"] = KernelSpec("pair_loss", f"back<{function}>")
+    table["softcap_back"] = KernelSpec("unary", "backward<Softcap>")
+    for name in ("draw", "bits", "dropout"):
+        table[name] = KernelSpec("random", name)
+    table["tally_sum"] = KernelSpec("tally", "addWeighted", precise=True)
+    table["tally_hits"] = KernelSpec("tally", "countHits")
+    for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
+    table["embedding_back_few"] = KernelSpec("train_rows", "embedBackFew")
+    for name in ("Sgd", "Adam", "Muon", "Apply"):
+        table[f"update_{name.lower()}"] = KernelSpec("optimizer", f"update<{name}>")
+    for name, entry in OPTIMIZER_PARTS.items():
+        table[name] = KernelSpec("optimizer", entry)
     table["rotate"] = KernelSpec("attention_train", "rotate")
     for part in ("forward", "queries", "keys"):
         table[f"attend_{part}_group"] = KernelSpec("attention_train", f"{part}Group")
@@ -142,8 +168,10 @@ KERNELS: dict[str, KernelSpec] = {
         for source in ("f32", "f16", "bf16")
     },
     **{
-        f"encode_q4_{source}": KernelSpec("encode", f"encodeQ4<{source.upper()}Source>")
+        f"encode_{target}_{source}": KernelSpec("encode", f"encode{target.upper()}<{source.upper()}Source>")
+        for target in ("q4", "q8")
         for source in ("f32", "f16", "bf16")
     },
+    "feedback_q4": KernelSpec("feedback", "feedbackQ4"),
     **_linear(),
 }

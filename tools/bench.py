@@ -117,7 +117,17 @@ def main() -> int:
     files, packing = {"f16": whole}, {}
     for target in ("q8", "q4"):
         files[target] = FOLDER / f"{MODEL}-{target}.oam"
-        command = ["quantize", str(whole), "-o", str(files[target]), "--to", target, "--force"]
+        command = [
+            "quantize",
+            str(whole),
+            "-o",
+            str(files[target]),
+            "--to",
+            target,
+            "--method",
+            "absmax",
+            "--force",
+        ]
         oazoo(*command)  # compiles the packing kernel
         packing[target], _ = oazoo(*command)
     before = machine_speed()

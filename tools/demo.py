@@ -90,7 +90,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     made = [("converted", whole, seconds)]
     for target in ("q8", "q4"):
         packed = FOLDER / f"{MODEL}-{target}.oam"
-        _, seconds = run("quantize", str(whole), "-o", str(packed), "--to", target, "--force")
+        _, seconds = run(
+            "quantize", str(whole), "-o", str(packed), "--to", target, "--method", "absmax", "--force"
+        )
         made.append((target, packed, seconds))
 
     listing, _ = run("inspect", str(made[-1][1]), keep_output=True)

@@ -88,7 +88,9 @@ def exportable() -> list[str]:
     """What can be written, as lines ``"decoder → gguf: llama, qwen2"``."""
     lines: dict[tuple[str, str], list[str]] = {}
     for entry in exporters():
-        lines.setdefault((entry.family, entry.naming), []).append(entry.architecture)
+        names = lines.setdefault((entry.family, entry.naming), [])
+        if entry.architecture not in names:
+            names.append(entry.architecture)
     words = {naming: container for container, naming in NAMINGS.items()}
     return [f"{family} → {words[naming]}: {', '.join(names)}" for (family, naming), names in lines.items()]
 
@@ -103,6 +105,13 @@ def outgoing(
     Raises:
         TranslationError: none does; the message gives the reason of each.
     """
+    return next(every_outgoing(config, naming, declared, own))
+
+
+def every_outgoing(
+    config: ModelConfig, naming: str, declared: Sequence[str] = (), own: OwnMap | None = None
+) -> Iterator[Outgoing]:
+    """Every architecture that expresses the model, in the order of :func:`outgoing`; at least one, or its error."""
     entries = exporters() if own is None else own.exporters
     known = [entry for entry in entries if (entry.family, entry.naming) == (config.family, naming)]
     if not known and own is not None:
@@ -116,10 +125,13 @@ def outgoing(
     reasons = []
     for entry in sorted(known, key=lambda entry: _short(entry.architecture) not in names):
         try:
-            return entry.build(config)
+            out = entry.build(config)
         except TranslationError as error:
             reasons.append(f"{entry.architecture}: {error}")
-    raise TranslationError("no architecture expresses this model:\n  " + "\n  ".join(reasons))
+        else:
+            yield out
+    if len(reasons) == len(known):
+        raise TranslationError("no architecture expresses this model:\n  " + "\n  ".join(reasons))
 
 
 def _short(architecture: str) -> str:

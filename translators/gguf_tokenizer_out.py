@@ -1,4 +1,4 @@
-"""A tokenizer.json as the metadata of a GGUF file: byte-level BPE whose split rule GGUF has a name for."""
+"""A tokenizer.json as the metadata of a GGUF file: byte-level BPE whose split rule GGUF has a name for, or SentencePiece."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from oazoo.translators.assets import Assets, check_equal, load_tokenizer
 from oazoo.translators.gguf_tokenizer import build
 from oazoo.translators.pretokenizers import PRE_TOKENIZERS
 from oazoo.translators.sentencepiece_bpe import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from oazoo.translators.sentencepiece_out import is_sentencepiece, spm_settings
 from oazoo.translators.settings import Settings, parse_json
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def gguf_text_settings(assets: Assets, rows: int, where: str) -> tuple[dict[str,
         tokenizer = None
     else:
         tokenizer = load_tokenizer(assets.tokenizer, where)
-        settings |= _vocabulary(assets.tokenizer, tokenizer, rows, where)
+        found, said = _vocabulary(assets.tokenizer, tokenizer, rows, where)
+        settings |= found
+        notes += said
     settings |= _ids(assets, tokenizer, notes)
     if assets.tokenizer is not None and tokenizer is not None:
         settings |= _ends(tokenizer, settings, where)
@@ -58,10 +61,12 @@ def gguf_text_settings(assets: Assets, rows: int, where: str) -> tuple[dict[str,
     return settings, notes
 
 
-def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> dict[str, Any]:
+def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> tuple[dict[str, Any], list[str]]:
     document = parse_json(data, where)
     model = document.get("model") or {}
-    _check_model(model, document, where)
+    pieces = is_sentencepiece(model)
+    if not pieces:
+        _check_model(model, document, where)
     tokens = [f"[PAD{number}]" for number in range(rows)]
     kinds = [UNUSED] * rows
     for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -83,26 +88,27 @@ def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> dic
         raise TokenizerError(
             f"{where}: the vocabulary has tokens that are named like padding, [PAD…]. {_ALONE}"
         )
+    if pieces:
+        return spm_settings(document, tokens, kinds, where)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()]
-    return {
+    settings = {
         f"{_AT}model": "gpt2",
         f"{_AT}pre": _label(document, model, where),
         f"{_AT}tokens": tokens,
         f"{_AT}token_type": kinds,
         f"{_AT}merges": merges,
     }
+    return settings, []
 
 
 def _check_model(model: Mapping[str, Any], document: Mapping[str, Any], where: str) -> None:
     kind, decoder = model.get("type"), (document.get("decoder") or {}).get("type")
-    if kind == "BPE" and model.get("byte_fallback"):
-        kind = "SentencePiece BPE (byte fallback)"
-    elif kind == "BPE" and decoder != "ByteLevel":
+    if kind == "BPE" and decoder != "ByteLevel":
         kind = f"BPE with the decoder {decoder}"
     if kind != "BPE":
         raise TokenizerError(
-            f"{where}: a tokenizer of the kind {str(kind)[:64]!r} cannot be written to GGUF; supported: byte-level BPE. "
-            f"{_ALONE}"
+            f"{where}: a tokenizer of the kind {str(kind)[:64]!r} cannot be written to GGUF; supported: byte-level and "
+            f"SentencePiece BPE. {_ALONE}"
         )
     for key, values in _OFF.items():
         if model.get(key) not in values:

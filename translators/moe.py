@@ -210,6 +210,11 @@ def translate_gguf(checkpoint: Checkpoint) -> Translation:
     ):
         if meta.integer(at + key, neutral) != neutral:
             raise TranslationError(f"{meta.where}: {at}{key} = {meta.get(at + key)} is not supported")
+    if "blk.0.ffn_gate.0.weight" in source:
+        raise TranslationError(
+            f"{meta.where}: has a tensor for each expert, the layout of Mixtral files of before April 2024, which is not "
+            "read; take a newer GGUF file of the model, or its SafeTensors folder"
+        )
     head_dim = meta.integer(at + "attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(at + key, head_dim) != head_dim:

@@ -58,6 +58,12 @@ _TEKKEN = (
     rf"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
 
+#: GPT-4o's: words as above, with an English ending as part of the word, and numbers in threes.
+_O200K = (
+    rf"{_OTHER}{_UPPER}*{_LOWER}+{_ENGLISH}?|{_OTHER}{_UPPER}+{_LOWER}*{_ENGLISH}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+
 _LLAMA_BPE = PreTokenizer(_regex(_LLAMA3), whole_words=True, add_bos=True)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -72,6 +78,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
     "qwen2": PreTokenizer(_regex(_QWEN2), _NFC),
+    "deepseek-r1-qwen": PreTokenizer(_regex(_QWEN2)),
+    "dbrx": PreTokenizer(_regex(_LLAMA3)),
+    "smaug-bpe": PreTokenizer(_regex(_LLAMA3)),
+    "gpt-4o": PreTokenizer(_regex(_O200K)),
     "tekken": PreTokenizer(_regex(_TEKKEN), whole_words=True, add_bos=True),
 }
 

@@ -6,13 +6,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from oazoo.cli.common import emit, format_duration, printable, progress_bar, say
 from oazoo.errors import UsageError
-from oazoo.generation import GenerationResult, SamplingSettings, TextModel, TextStream
+
+if TYPE_CHECKING:
+    from oazoo.generation import GenerationResult, SamplingSettings, TextModel, TextStream
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _MAX_INPUT_BYTES = 1 << 26
@@ -45,6 +47,14 @@ device_option = click.option(
 )
 
 
+adapter_option = click.option(
+    "--adapter",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Run the model with this LoRA adapter (PEFT's layout) beside its weights.",
+)
+
+
 special_option = click.option(
     "--special/--no-special",
     default=True,
@@ -55,19 +65,21 @@ special_option = click.option(
 
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The sampling settings that were given; :class:`UsageError` for nonsense before anything is loaded."""
+    from oazoo.generation import SamplingSettings
+
     given = {name: value for name, value in settings.items() if value is not None and value != ()}
     SamplingSettings.make(None, **given)
     return given
 
 
-def load_model(name: str, device: str | None) -> TextModel:
-    """Load a model by name, path or URI onto a device."""
+def load_model(name: str, device: str | None, adapter: Path | None = None) -> TextModel:
+    """Load a model by name, path or URI onto a device, with a LoRA adapter beside it if there is one."""
     import oazoo
 
     if device is not None:
         os.environ["OAZOO_DEVICE"] = device
     with progress_bar() as progress:
-        model = oazoo.load(name, progress=progress, notify=say)
+        model = oazoo.load(name, adapter=adapter, progress=progress, notify=say)
     if model.info.get("software_device"):
         say(f"{model.info.get('device')} is a software device: everything works, slowly")
     return model

@@ -107,6 +107,8 @@ def stderr_console() -> Console:
 
 def say(message: str, *, style: str = "") -> None:
     """Print a line of talk on stderr (``style`` is rich's, e.g. ``"dim"``)."""
+    if is_quiet():
+        return  # before rich is imported, which takes as long as some commands
     stderr_console().print(printable(message), style=style, soft_wrap=True)
 
 

@@ -82,7 +82,6 @@ def command(
     and through the result on the device; exit status 1 if they differ, and OUT.oam is kept.
     """
     from oazoo.formats.atomic import check_output
-    from oazoo.zoo.check import CheckReport
     from oazoo.zoo.convert import convert, plan_conversion
 
     if output is None and not dry_run:
@@ -148,6 +147,8 @@ def command(
     for line in report.summary():
         say(f"  {line}")
     if found is not None:
+        from oazoo.zoo.check import CheckReport
+
         assert isinstance(found, CheckReport)
         _show(found, output)
     return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,34 @@ from oazoo.cli.common import (
     quiet_option,
     say,
 )
-from oazoo.translators.plan import any_layer
-from oazoo.zoo.quantize import METHODS, TARGETS, QuantizeReport, quantize
+from oazoo.zoo.quantize import METHODS, QuantizeReport, quantize
+from oazoo.zoo.quantize_plan import DENSE, TARGETS, TensorQuantization
+from oazoo.zoo.recipes import RECIPES, short_names
 
 
 @click.command()
 @click.argument("source", metavar="IN.oam", type=click.Path(path_type=Path))
 @click.option("-o", "--output", metavar="OUT.oam", type=click.Path(path_type=Path), help="File to write.")
-@click.option("--to", required=True, type=click.Choice(TARGETS), help="q4: 5.0 bits a weight; q8: 9.0.")
 @click.option(
-    "--keep", multiple=True, metavar="PATTERN", help="Leave tensors dense whose names match (shell style)."
+    "--to",
+    type=click.Choice(TARGETS),
+    help="q4: 5.0 bits a weight; q8: 9.0; f16, bf16, f32: unpack what is quantised.",
+)
+@click.option(
+    "--recipe",
+    type=click.Choice(tuple(RECIPES)),
+    help="; ".join(f"{r.name}: {r.about}" for r in RECIPES.values()) + ".",
+)
+@click.option(
+    "--budget",
+    metavar="SIZE",
+    help="The best model of this size: 5.5bpw (bits a weight) or 92MB (the file). What costs most at 4 bits gets more.",
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave tensors as they are whose names match (shell style).",
 )
 @click.option(
     "--q8",
@@ -39,22 +58,26 @@ from oazoo.zoo.quantize import METHODS, TARGETS, QuantizeReport, quantize
 @click.option(
     "--method",
     type=click.Choice(METHODS),
-    default="absmax",
-    show_default=True,
-    help="For q4, search finds each block's best scale and codes; weighted also minds what a column is multiplied with.",
+    help="absmax: the format's own rule. search: each block's best scale and codes. weighted: the same, minding what a "
+    "column is multiplied with, for which the model is run.  [default: weighted; absmax if the model cannot run]",
 )
 @click.option(
     "--stats",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="For weighted: what oazoo calibrate made.  [default: the model is run]",
+    help="What oazoo calibrate made; what a budget measures is added to it.  [default: the model is run]",
 )
 @click.option(
     "--text",
     "text_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="For weighted without --stats: UTF-8 text to run the model on.  [default: a general text of ours]",
+    help="Without --stats: UTF-8 text to run the model on; '-' is standard input.  [default: a general text of ours]",
+)
+@click.option(
+    "--allow-requantize",
+    is_flag=True,
+    help="Pack to q4 what is q8 already, although it has lost once.",
 )
 @click.option(
     "--allow-nonfinite", is_flag=True, help="Pack NaN and infinities as 0 instead of refusing them."
@@ -69,23 +92,29 @@ from oazoo.zoo.quantize import METHODS, TARGETS, QuantizeReport, quantize
 def command(
     source: Path,
     output: Path | None,
-    to: str,
+    to: str | None,
+    recipe: str | None,
+    budget: str | None,
     keep: tuple[str, ...],
     q8: tuple[str, ...],
-    method: str,
+    method: str | None,
     stats: Path | None,
     text_file: Path | None,
+    allow_requantize: bool,
     allow_nonfinite: bool,
     dry_run: bool,
     force: bool,
     quality: Quality,
     as_json: bool,
 ) -> None:
-    """Pack the dense weights of IN.oam (f32, f16, bf16; 2 or more dimensions) into blocks of 4 or 8 bits.
+    """Pack the dense weights of IN.oam (f32, f16, bf16; 2 or more dimensions) into blocks of 4 or 8 bits, or unpack them.
 
-    The packing kernels run on the Vulkan device (OAZOO_DEVICE). By absmax the bits are the same on every device and are
-    those of the format's own encoder; every method's result is an ordinary file of the format. Everything else in
-    the file is carried over; the optimizer's state is dropped.
+    Say --to, --recipe or --budget. The kernels run on the Vulkan device (OAZOO_DEVICE). By absmax the bits are the same on
+    every device and are those of the format's own encoder; every method's result is an ordinary file of the format.
+    Everything else in the file is carried over; the optimizer's state and a quality receipt are dropped.
+
+    A model that can run is run on a text to learn what its weights are multiplied with, and with a budget also what each
+    tensor costs. On a software device that takes minutes: oazoo calibrate keeps the first, --stats then keeps both.
     """
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
@@ -98,15 +127,20 @@ def command(
                 source,
                 path,
                 to,
+                recipe=recipe,
+                budget=budget,
                 keep=keep,
                 q8=q8,
                 method=method,
                 statistics=stats,
                 text=text,
+                allow_requantize=allow_requantize,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=force,
                 dry_run=dry_run,
                 progress=progress,
+                notify=say,
+                planned=_show_plan if (recipe or budget) and not (dry_run or as_json) else None,
             )
 
         if output is None or dry_run:
@@ -117,45 +151,59 @@ def command(
         emit_json({**report.to_json(), **more})
     elif dry_run:
         _show_plan(report)
-    already = [t for t in report.tensors if t.reason.startswith("already")]
-    if already:
-        say(
-            f"quantised already, carried over as they are: {len(already)} tensors ({already[0].name}, …)"
-            if len(already) > 1
-            else f"quantised already, carried over as it is: {already[0].name} ({already[0].source})"
-        )
+    if report.method and not dry_run:
+        say(f"method {report.method}" + (f", recipe {report.recipe}" if report.recipe else ""))
+    _say_some(
+        "quantised already, carried over as they are",
+        [t for t in report.tensors if t.reason.startswith("already")],
+    )
+    _say_some("quantised AGAIN, on top of what they had lost before", report.requantized)
     for what in report.dropped:
         say(f"not carried over: {what}")
-    if not dry_run:
-        say(
-            f"{output}: {format_bytes(report.source_bytes)} → {format_bytes(report.output_bytes)} in "
-            f"{format_duration(report.seconds)} on {report.device} "
-            f"({report.packed_bytes / max(report.seconds, 1e-9) / 1e9:.2f} GB/s of dense weights)"
-        )
+    if dry_run:
+        say(f"{report.source_bytes:,} bytes would become {report.output_bytes:,}; nothing was written")
+        return
+    where = f" on {report.device}" if report.device else ""
+    speed = report.packed_bytes / max(report.seconds, 1e-9) / 1e9
+    say(
+        f"{output}: {format_bytes(report.source_bytes)} → {format_bytes(report.output_bytes)} in "
+        f"{format_duration(report.seconds)}{where} "
+        f"({speed:.2f} GB/s of {'packed' if report.target in DENSE else 'dense'} weights)"
+    )
+
+
+def _say_some(what: str, tensors: Sequence[TensorQuantization]) -> None:
+    """A line on some tensors, if there are any."""
+    if tensors:
+        first = f"{tensors[0].name}, {tensors[0].source}"
+        say(f"{what}: {len(tensors)} tensors ({first}, …)" if len(tensors) > 1 else f"{what}: {first}")
 
 
 def _show_plan(report: QuantizeReport) -> None:
     """The plan, the same tensor of all layers on one line."""
-    groups: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    from oazoo.translators.plan import any_layer
+
+    groups: dict[tuple[str, ...], list[TensorQuantization]] = {}
     for t in report.tensors:
         shape = "×".join(map(str, t.shape)) or "scalar"
-        key = (any_layer(t.name), shape, t.source, t.target, t.reason)
-        groups.setdefault(key, []).append((t.bytes_before, t.bytes_after))
+        groups.setdefault((any_layer(t.name), shape, t.source, t.target, t.reason), []).append(t)
+    mixed = bool(report.budget)
     rows = [
         (
-            name,
+            # With a budget, layers fare differently: say which.
+            ", ".join(short_names([t.name for t in some])) if mixed else name,
             shape,
             source,
             target,
-            len(sizes),
-            *(format_bytes(sum(s)) for s in zip(*sizes, strict=True)),
+            len(some),
+            format_bytes(sum(t.bytes_before for t in some)),
+            format_bytes(sum(t.bytes_after for t in some)),
             reason,
         )
-        for (name, shape, source, target, reason), sizes in groups.items()
+        for (name, shape, source, target, reason), some in groups.items()
     ]
     emit_table(
         ["tensor", "shape", "from", "to", "tensors", "before", "after", "kept because"],
         rows,
         right=["tensors", "before", "after"],
     )
-    say(f"{report.source_bytes:,} bytes would become {report.output_bytes:,}; nothing was written")

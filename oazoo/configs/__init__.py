@@ -17,6 +17,7 @@ from oazoo.configs.mamba import MambaConfig
 from oazoo.configs.mamba3 import Mamba3Config
 from oazoo.configs.nanogpt import NanoGPTConfig
 from oazoo.configs.rope import RopeScaling
+from oazoo.configs.transformer import TransformerConfig
 from oazoo.errors import TranslationError
 
 __all__ = [
@@ -26,13 +27,14 @@ __all__ = [
     "ModelConfig",
     "NanoGPTConfig",
     "RopeScaling",
+    "TransformerConfig",
     "config_from_json",
 ]
 
-ModelConfig = DecoderConfig | NanoGPTConfig | MambaConfig | Mamba3Config
+ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config
 
-_FAMILIES: dict[str, type[DecoderConfig] | type[NanoGPTConfig] | type[MambaConfig] | type[Mamba3Config]] = {
-    cls.family: cls for cls in (DecoderConfig, NanoGPTConfig, MambaConfig, Mamba3Config)
+_FAMILIES: dict[str, type[ModelConfig]] = {
+    cls.family: cls for cls in (DecoderConfig, NanoGPTConfig, TransformerConfig, MambaConfig, Mamba3Config)
 }
 
 

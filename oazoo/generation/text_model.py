@@ -14,8 +14,9 @@ from oazoo.generation.engine import TextStream
 from oazoo.generation.protocol import LanguageModel, Session
 from oazoo.generation.result import GenerationResult, Timings
 from oazoo.generation.sampling import Sampler, SamplingSettings
-from oazoo.text import BaseTokenizer, ChatTemplate, StreamDecoder, Tokenizer
+from oazoo.text import BaseTokenizer, ChatTemplate, OaBpeTokenizer, StreamDecoder, Tokenizer
 from oazoo.text.chat import ROLES, check_messages
+from oazoo.text.oa_bpe import ASSET as OA_BPE_ASSET
 from oazoo.text.plain import PlainText
 from oazoo.text.streaming import ByteStreamDecoder
 
@@ -38,6 +39,18 @@ def _array(ids: npt.ArrayLike) -> npt.NDArray[Any]:
         return np.asarray(ids)
     except ValueError:
         raise UsageError("token ids must be a list, or rows of equal lengths") from None
+
+
+def tokenizer_of(assets: Mapping[str, bytes], settings: Mapping[str, Any]) -> BaseTokenizer | None:
+    """The tokenizer that a model file carries, or None; see :meth:`TextModel.from_assets`."""
+    if "tokenizer.json" in assets:
+        return Tokenizer(
+            assets["tokenizer.json"],
+            bos_id=settings.get("bos_id"),
+            eos_ids=_listed_ids(settings.get("eos_ids")),
+            add_bos=settings.get("add_bos"),
+        )
+    return OaBpeTokenizer.from_bytes(assets[OA_BPE_ASSET]) if OA_BPE_ASSET in assets else None
 
 
 class TextModel:
@@ -86,18 +99,12 @@ class TextModel:
     ) -> Self:
         """A text model from what a model file carries.
 
-        ``assets`` may hold ``tokenizer.json`` and ``chat_template.jinja``; ``generation`` the ids ``bos_id``
-        and ``eos_ids`` besides sampling defaults. Raises :class:`TokenizerError` when an asset is damaged.
+        ``assets`` may hold ``tokenizer.json`` or ``oa_bpe_v1.txt``, and ``chat_template.jinja``; ``generation`` the
+        ids ``bos_id`` and ``eos_ids`` besides sampling defaults. Raises :class:`TokenizerError` when an asset is damaged.
         """
         settings = dict(generation or {})
-        tokenizer = template = None
-        if "tokenizer.json" in assets:
-            tokenizer = Tokenizer(
-                assets["tokenizer.json"],
-                bos_id=settings.get("bos_id"),
-                eos_ids=_listed_ids(settings.get("eos_ids")),
-                add_bos=settings.get("add_bos"),
-            )
+        tokenizer = tokenizer_of(assets, settings)
+        template = None
         if "chat_template.jinja" in assets:
             try:
                 template = assets["chat_template.jinja"].decode("utf-8")

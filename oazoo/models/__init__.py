@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from oazoo.configs import DecoderConfig, Mamba3Config, MambaConfig, ModelConfig, NanoGPTConfig
+from oazoo.configs import (
+    DecoderConfig,
+    Mamba3Config,
+    MambaConfig,
+    ModelConfig,
+    NanoGPTConfig,
+    TransformerConfig,
+)
 from oazoo.errors import DeviceError
 from oazoo.models.session import CausalModel
 from oazoo.runtime import Device
@@ -13,7 +20,8 @@ def why_not_run(config: ModelConfig) -> str | None:
     """Why a model of this configuration is kept as weights and not run yet; None if it runs."""
     if isinstance(config, DecoderConfig) and config.num_experts:
         return "its weights are kept; running a mixture of experts is not there yet"
-    if isinstance(config, DecoderConfig) and config.head_dim > MAX_HEAD_DIM:
+    attends = (DecoderConfig, NanoGPTConfig, TransformerConfig)
+    if isinstance(config, attends) and config.head_dim > MAX_HEAD_DIM:
         return f"its heads are {config.head_dim} wide; kernels hold heads of up to {MAX_HEAD_DIM}"
     if isinstance(config, (MambaConfig, Mamba3Config)):
         return f"its weights are kept; running models of the family {config.family!r} is not there yet"
@@ -33,6 +41,10 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
         from oazoo.models.decoder import Decoder
 
         return Decoder(config, device)
+    if isinstance(config, TransformerConfig):
+        from oazoo.models.transformer import Transformer
+
+        return Transformer(config, device)
     assert isinstance(config, NanoGPTConfig)
     from oazoo.models.nanogpt import NanoGPT
 

@@ -57,15 +57,20 @@ class KVCache:
         shape = (kv_heads, capacity, head_dim)
         pairs = tuple((Tensor.empty(device, shape), Tensor.empty(device, shape)) for _ in range(layers))
         start = Tensor.from_numpy(device, np.zeros(1, np.int32))
-        if rotary is None:
-            return cls(pairs, start, capacity, None)
-        tables: dict[int, Tensor] = {}
-        for table in rotary:
-            if id(table) not in tables:
-                tables[id(table)] = Tensor.from_numpy(device, table)
-        return cls(pairs, start, capacity, tuple(tables[id(table)] for table in rotary))
+        return cls(pairs, start, capacity, on_device(device, rotary))
 
     @property
     def nbytes(self) -> int:
         """Device memory that the keys and values take."""
         return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+
+def on_device(device: Device, tables: Sequence[npt.NDArray[Any]] | None) -> tuple[Tensor, ...] | None:
+    """Tables on the device, each once however often it occurs."""
+    if tables is None:
+        return None
+    found: dict[int, Tensor] = {}
+    for table in tables:
+        if id(table) not in found:
+            found[id(table)] = Tensor.from_numpy(device, table)
+    return tuple(found[id(table)] for table in tables)

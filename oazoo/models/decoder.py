@@ -6,9 +6,13 @@ the two together; the model adds embedding and head. :class:`oazoo.configs.Decod
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from oazoo.configs import DecoderConfig
 from oazoo.configs.frequencies import inverse_frequencies
 from oazoo.models.cache import KVCache
+from oazoo.models.sequences import Context, Sequences
 from oazoo.models.session import CausalModel, Layer
 from oazoo.nn.layers import (
     Embedding,
@@ -27,6 +31,7 @@ from oazoo.runtime.ops.activation import softcap
 from oazoo.runtime.ops.attention import rotary_attention
 from oazoo.runtime.ops.linear import linear
 from oazoo.runtime.ops.norm import query_key_norm
+from oazoo.runtime.ops.sequences import attend, rotate
 
 
 def _norm(config: DecoderConfig) -> Norm:
@@ -37,7 +42,7 @@ def _norm(config: DecoderConfig) -> Norm:
 
 
 class Attention(Module):
-    """Causal self-attention with rotary positions over a KV cache."""
+    """Causal self-attention with rotary positions, over a KV cache or a batch of whole sequences."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         hidden = config.hidden_size
@@ -57,27 +62,40 @@ class Attention(Module):
         self._config = config
         self._layer = layer
 
-    def __call__(self, x: Tensor, norm: Norm | None, cache: KVCache, residual: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None, context: Context, residual: Tensor | None) -> Tensor:
         """``o(attention(norm(x))) + residual``, f32 [tokens, hidden]."""
         config = self._config
         qkv = project(x, [self.q, self.k, self.v], norm=norm)
         if config.qk_norm is not None:
             q_weight, k_weight = self.q_norm.weight.tensor, self.k_norm.weight.tensor
-            query_key_norm(qkv, q_weight, k_weight, config.num_heads, config.num_kv_heads, config.norm_eps)
-        keys, values = cache.layers[self._layer]
-        assert cache.rotary is not None
-        mixed = rotary_attention(
+            heads = config.num_heads, config.num_kv_heads
+            qkv = query_key_norm(qkv, q_weight, k_weight, *heads, config.norm_eps)
+        return self.o(self._mixed(qkv, context), residual=residual)
+
+    def _mixed(self, qkv: Tensor, context: Context) -> Tensor:
+        """Rotated and attended: f32 [tokens, heads · head_dim]."""
+        config = self._config
+        assert context.rotary is not None
+        table = context.rotary[self._layer]
+        window = config.layer_window(self._layer)
+        scale, cap = config.score_scale, config.attention_softcap
+        if isinstance(context, Sequences):
+            turned = config.num_heads + config.num_kv_heads
+            qkv = rotate(qkv, table, context.tokens, turned, config.head_dim, rotated=config.rotated)
+            heads = config.num_heads, config.num_kv_heads
+            return attend(qkv, context.batch, *heads, window=window, scale=scale, softcap=cap)
+        keys, values = context.layers[self._layer]
+        return rotary_attention(
             qkv,
-            cache.rotary[self._layer],
-            cache.start,
+            table,
+            context.start,
             keys,
             values,
             config.num_heads,
-            window=config.layer_window(self._layer),
-            scale=config.score_scale,
-            softcap=config.attention_softcap,
+            window=window,
+            scale=scale,
+            softcap=cap,
         )
-        return self.o(mixed, residual=residual)
 
 
 class MLP(Module):
@@ -120,13 +138,13 @@ class Block(Layer):
         self._pre, self._post = config.pre_norm, config.post_norm
         self._parallel = config.parallel_residual
 
-    def __call__(self, x: Tensor, cache: KVCache) -> Tensor:
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
         attn_norm = self.attn_norm if self._pre else None
         mlp_norm = self.mlp_norm if self._pre else None
         if self._post:
-            x = self.attn_post_norm(self.attn(x, attn_norm, cache, None), residual=x)
+            x = self.attn_post_norm(self.attn(x, attn_norm, context, None), residual=x)
             return self.mlp_post_norm(self.mlp(x, mlp_norm, None), residual=x)
-        after = self.attn(x, attn_norm, cache, x)
+        after = self.attn(x, attn_norm, context, x)
         return self.mlp(x if self._parallel else after, mlp_norm, after)
 
 
@@ -147,28 +165,38 @@ class Decoder(CausalModel):
 
     def new_cache(self, capacity: int) -> KVCache:
         config = self.config
-        ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
-        tables = {}
-        for theta, scaling in set(ropes):
-            inverse, magnitude = inverse_frequencies(config.rotated, theta, scaling, capacity)
-            tables[theta, scaling] = rotary_table(inverse, magnitude, capacity)
         return KVCache.create(
             self.device,
             layers=config.num_layers,
             kv_heads=config.num_kv_heads,
             capacity=capacity,
             head_dim=config.head_dim,
-            rotary=[tables[rope] for rope in ropes],
+            rotary=self._rotary(capacity),
         )
 
-    def embed_tokens(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def new_sequences(self, batch: int, tokens: int) -> Sequences:
+        return Sequences.create(self.device, batch, tokens, self._rotary(tokens))
+
+    def _rotary(self, length: int) -> list[npt.NDArray[np.float32]]:
+        """A table of positions a layer."""
+        config = self.config
+        ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
+        tables = {}
+        for theta, scaling in set(ropes):
+            inverse, magnitude = inverse_frequencies(config.rotated, theta, scaling, length)
+            tables[theta, scaling] = rotary_table(inverse, magnitude, length)
+        return [tables[rope] for rope in ropes]
+
+    def embed_tokens(self, ids: Tensor, context: Context) -> Tensor:
         return self.embed(ids)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed.weight if self.config.tied_embeddings else self.head.weight
-        if isinstance(self.norm, LayerNorm):
-            logits = linear(self.norm(hidden), head.shards)
+        if not self.config.tied_embeddings:
+            logits = project(hidden, [self.head], norm=self.norm)
+        elif isinstance(self.norm, LayerNorm):
+            logits = linear(self.norm(hidden), self.embed.weight.shards)
         else:
-            logits = linear(hidden, head.shards, norm=self.norm.weight.tensor, eps=self.norm.eps)
+            weight, eps = self.norm.weight.tensor, self.norm.eps
+            logits = linear(hidden, self.embed.weight.shards, norm=weight, eps=eps)
         cap = self.config.logit_softcap
         return logits if cap is None else softcap(logits, cap)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from oazoo.configs import NanoGPTConfig
 from oazoo.models.cache import KVCache
+from oazoo.models.sequences import Context, Sequences
 from oazoo.models.session import CausalModel, Layer
-from oazoo.nn.layers import Embedding, LayerNorm, Linear, activated_linear
+from oazoo.nn.dropout import Dropout
+from oazoo.nn.layers import Embedding, LayerNorm, Linear, activated_linear, project
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.attention import rotary_attention
+from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.linear import linear
+from oazoo.runtime.ops.sequences import attend
 
 
 class Attention(Module):
-    """Causal self-attention over a KV cache; positions are in the embedding, so nothing is rotated."""
+    """Causal self-attention; positions are in the embedding, so nothing is rotated."""
 
     def __init__(self, config: NanoGPTConfig, layer: int) -> None:
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, config.bias)
@@ -21,12 +25,17 @@ class Attention(Module):
         self._heads = config.num_heads
         self._layer = layer
 
-    def __call__(self, x: Tensor, residual: Tensor, cache: KVCache) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None, context: Context) -> Tensor:
         """``residual + o(attention(x))``, f32 [tokens, hidden]."""
-        qkv = self.qkv(x)
-        keys, values = cache.layers[self._layer]
-        mixed = rotary_attention(qkv, None, cache.start, keys, values, self._heads)
-        return self.o(mixed, residual=residual)
+        return self.o(mixed(self.qkv(x), self._heads, self._layer, context), residual=residual)
+
+
+def mixed(qkv: Tensor, heads: int, layer: int, context: Context) -> Tensor:
+    """Causal attention without rotation, over the cache of a layer or a batch of whole sequences."""
+    if isinstance(context, Sequences):
+        return attend(qkv, context.batch, heads)
+    keys, values = context.layers[layer]
+    return rotary_attention(qkv, None, context.start, keys, values, heads)
 
 
 class MLP(Module):
@@ -37,7 +46,7 @@ class MLP(Module):
         self.down = Linear(config.intermediate_size, config.hidden_size, config.bias)
         self._activation = config.activation
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """``residual + down(gelu(up(x)))``, f32 [tokens, hidden]."""
         return self.down(activated_linear(x, self.up, self._activation), residual=residual)
 
@@ -50,9 +59,13 @@ class Block(Layer):
         self.attn = Attention(config, layer)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, config.has_norm_bias)
         self.mlp = MLP(config)
+        self.dropout = Dropout(0.0)
 
-    def __call__(self, x: Tensor, cache: KVCache) -> Tensor:
-        x = self.attn(self.attn_norm(x), x, cache)
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        if self.dropout.training and self.dropout.rate:
+            x = add(x, self.dropout(self.attn(self.attn_norm(x), None, context)))
+            return add(x, self.dropout(self.mlp(self.mlp_norm(x), None)))
+        x = self.attn(self.attn_norm(x), x, context)
         return self.mlp(self.mlp_norm(x), x)
 
 
@@ -66,6 +79,7 @@ class NanoGPT(CausalModel):
         self.max_positions = config.max_positions
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.positions = Embedding(config.max_positions, config.hidden_size)
+        self.dropout = Dropout(0.0)
         self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, config.has_norm_bias)
         if not config.tied_embeddings:
@@ -81,9 +95,22 @@ class NanoGPT(CausalModel):
             head_dim=config.head_dim,
         )
 
-    def embed_tokens(self, ids: Tensor, cache: KVCache) -> Tensor:
-        return self.embed(ids, self.positions, cache.start)
+    def new_sequences(self, batch: int, tokens: int) -> Sequences:
+        return Sequences.create(self.device, batch, tokens)
+
+    def embed_tokens(self, ids: Tensor, context: Context) -> Tensor:
+        return positioned(self.embed, self.positions, self.dropout, ids, context)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        weight = self.embed.weight if self.config.tied_embeddings else self.head.weight
-        return linear(self.norm(hidden), weight.shards)
+        if not self.config.tied_embeddings:
+            return project(hidden, [self.head], norm=self.norm)
+        return linear(self.norm(hidden), self.embed.weight.shards)
+
+
+def positioned(
+    embed: Embedding, positions: Embedding, dropout: Dropout, ids: Tensor, context: Context
+) -> Tensor:
+    """Embeddings of tokens and of their positions, added up: f32 [tokens, hidden]."""
+    if isinstance(context, Sequences):
+        return dropout(embed(ids, positions, period=context.tokens))
+    return embed(ids, positions, context.start)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import GenerationError
 from oazoo.models.cache import KVCache
+from oazoo.models.sequences import Context, Sequences
+from oazoo.nn.dropout import Dropout
 from oazoo.nn.module import Module, ModuleList, Parameter
 from oazoo.runtime import Device, Program, Tensor
+from oazoo.runtime.ops.loss import cross_entropy
+from oazoo.runtime.tape import by_rows, checkpoint
 
 Ids = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
@@ -22,13 +27,17 @@ Watch = Callable[[str, Tensor], None]
 CHUNK = 256
 #: Logits computed at a time when those of every position are wanted: bounds what the vocabulary multiplies.
 _HEAD_ROWS = 64
+#: Logits of :meth:`CausalModel.loss` that are held at a time.
+_LOSS_LOGITS = 1 << 25
+#: Shapes of batches whose tables stay on the device.
+_KEPT_SHAPES = 8
 
 
 class Layer(Module):
     """One layer of a causal model."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, cache: KVCache) -> Tensor:
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
         """The residual stream after this layer, f32 [tokens, hidden]."""
 
 
@@ -39,20 +48,26 @@ class CausalModel(Module):
         vocab_size: number of logits.
         max_positions: longest sequence.
         device: where the weights are.
-        layers: what ``hidden`` runs through, each called with the residual stream and the cache.
+        layers: what ``hidden`` runs through, each called with the residual stream and the cache, or a batch.
+        checkpointing: whether :meth:`forward` keeps nothing inside layers and computes it again on the way back.
     """
 
     vocab_size: int
     max_positions: int
     device: Device
     layers: ModuleList[Layer]
+    checkpointing = False
 
     @abstractmethod
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for one sequence of up to ``capacity`` tokens."""
 
     @abstractmethod
-    def embed_tokens(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def new_sequences(self, batch: int, tokens: int) -> Sequences:
+        """What layers are told about a batch of ``batch`` sequences of ``tokens`` tokens."""
+
+    @abstractmethod
+    def embed_tokens(self, ids: Tensor, context: Context) -> Tensor:
         """The residual stream before the first layer, f32 [tokens, hidden], of ``ids`` (i32 [tokens])."""
 
     @abstractmethod
@@ -73,6 +88,79 @@ class CausalModel(Module):
             if watch is not None:
                 watch(f"layers.{index}", x)
         return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of whole sequences at once, without a cache; under a tape, with gradients.
+
+        Args:
+            ids: i32, u32 or u8 [batch, tokens]; an id outside the vocabulary gives NaN.
+
+        Returns:
+            f32 [batch · tokens, vocab_size]: the logits that follow each token.
+
+        Raises:
+            GenerationError: ids of another shape, or more tokens than the model has positions.
+        """
+        return self.head_logits(self.sequence_hidden(ids))
+
+    def loss(
+        self, ids: Tensor, targets: Tensor, *, mask: Tensor | None = None, count: float | None = None
+    ) -> Tensor:
+        """The cross-entropy of :meth:`forward`'s logits; those of a large vocabulary are computed some rows at a time.
+
+        Args:
+            ids: i32, u32 or u8 [batch, tokens].
+            targets: i32, u32 or u8 [batch · tokens]; one outside the vocabulary gives NaN.
+            mask: f32 [batch · tokens] that each token's loss is multiplied by, or None.
+            count: what the sum is divided by; the number of tokens if None.
+
+        Returns:
+            f32 [1], nats a token.
+        """
+        hidden = self.sequence_hidden(ids)
+        rows = hidden.shape[0]
+        count = rows if count is None else count
+        size = max(4, _LOSS_LOGITS // self.vocab_size // 4 * 4)  # bytes as targets start at multiples of four
+        if rows <= size:
+            return cross_entropy(self.head_logits(hidden), targets, mask=mask, count=count)
+
+        def some(part: Tensor, start: int, stop: int) -> Tensor:
+            masked = None if mask is None else mask.rows(start, stop)
+            return cross_entropy(self.head_logits(part), targets.rows(start, stop), mask=masked, count=count)
+
+        return by_rows(some, hidden, size)
+
+    def sequence_hidden(self, ids: Tensor) -> Tensor:
+        """The residual stream of :meth:`forward` after the last layer, f32 [batch · tokens, hidden]."""
+        if len(ids.shape) != 2 or not ids.numel or ids.shape[1] > self.max_positions:
+            raise GenerationError(
+                f"ids must be [batch, tokens] with 1 to {self.max_positions} tokens, not {list(ids.shape)}"
+            )
+        context = self._sequences_of(*ids.shape)
+        x = self.embed_tokens(ids.view(ids.numel), context)
+        for layer in self.layers:
+            if self.checkpointing:
+                x = checkpoint(partial(layer, context=context), x)
+            else:
+                x = layer(x, context)
+        return x
+
+    def _sequences_of(self, batch: int, tokens: int) -> Sequences:
+        kept: dict[tuple[int, int], Sequences] = self.__dict__.setdefault("_kept_sequences", {})
+        found = kept.pop((batch, tokens), None)
+        if found is None:
+            with self.device.aside():
+                found = self.new_sequences(batch, tokens)
+        kept[batch, tokens] = found  # the last used is at the end, and the first goes
+        if len(kept) > _KEPT_SHAPES:
+            del kept[next(iter(kept))]
+        return found
+
+    def set_dropout(self, rate: float) -> None:
+        """The rate at which embeddings and the outputs of sublayers are dropped in training, where a model has that."""
+        for module in self.modules():
+            if isinstance(module, Dropout):
+                module.rate = rate
 
     def first_nonfinite(self, ids: npt.ArrayLike) -> str | None:
         """Where a run over ``ids`` [tokens] first goes bad: the step whose output has a NaN or an infinity, or None.

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from oazoo.text.base import BaseTokenizer
 from oazoo.text.chat import ChatTemplate, Message
+from oazoo.text.oa_bpe import OaBpeTokenizer
 from oazoo.text.streaming import StreamDecoder
 from oazoo.text.tokenizer import ByteTokenizer, Tokenizer
 
-__all__ = ["BaseTokenizer", "ByteTokenizer", "ChatTemplate", "Message", "StreamDecoder", "Tokenizer"]
+__all__ = [
+    "BaseTokenizer",
+    "ByteTokenizer",
+    "ChatTemplate",
+    "Message",
+    "OaBpeTokenizer",
+    "StreamDecoder",
+    "Tokenizer",
+]

@@ -31,10 +31,16 @@ class PlainText:
             return text
         return self._find.sub(lambda hit: f"\ue000{self._nonce}:{self._names.index(hit.group())}\ue001", text)
 
-    def encode(self, text: str, tokenizer: BaseTokenizer) -> list[int]:
-        """The prompt ids of a text with marks: what they stand for as plain text, everything else as usual."""
+    def encode(self, text: str, tokenizer: BaseTokenizer, *, begins: bool = True) -> list[int]:
+        """The prompt ids of a text with marks: what they stand for as plain text, everything else as usual.
+
+        A text that does not begin but goes on gets no beginning token.
+        """
         pieces = self._mark.split(text)  # text, number, text, number, …, text
-        ids = tokenizer.encode_prompt(pieces[0])
+        if begins:
+            ids = tokenizer.encode_prompt(pieces[0])
+        else:
+            ids = tokenizer.encode(pieces[0], add_special_tokens=False)
         for number, after in zip(pieces[1::2], pieces[2::2], strict=True):
             ids += tokenizer.encode(self._names[int(number)], add_special_tokens=False, allow_special=False)
             ids += tokenizer.encode(after, add_special_tokens=False)

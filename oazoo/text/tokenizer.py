@@ -20,6 +20,7 @@ import tokenizers
 
 from oazoo.errors import TokenizerError
 from oazoo.text.base import BaseTokenizer
+from oazoo.text.byte_alphabet import ALPHABET
 from oazoo.text.streaming import ByteStreamDecoder, RedecodingStreamDecoder, StreamDecoder
 
 #: The largest published tokenizer.json files are about 35 MB.
@@ -49,7 +50,7 @@ class Tokenizer(BaseTokenizer):
             raise TokenizerError(
                 f"the tokenizer is {len(data)} bytes long; at most {MAX_TOKENIZER_BYTES} are read"
             )
-        with _guard("the tokenizer.json is damaged or of an unknown kind"):
+        with guard("the tokenizer.json is damaged or of an unknown kind"):
             self._library = tokenizers.Tokenizer.from_buffer(bytes(data))
             self._library.no_truncation()
             self._library.no_padding()
@@ -84,7 +85,7 @@ class Tokenizer(BaseTokenizer):
         """The ids that the post-processor puts before and after a text."""
         if self._library.post_processor is None:
             return (), ()
-        with _guard("the tokenizer's post-processor is broken"):
+        with guard("the tokenizer's post-processor is broken"):
             plain = self._library.encode("a", add_special_tokens=False).ids
             full = self._library.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
@@ -98,7 +99,7 @@ class Tokenizer(BaseTokenizer):
         decoder = self._library.decoder
         if decoder is None:
             return None
-        with _guard("the tokenizer's decoder is of an unknown kind"):
+        with guard("the tokenizer's decoder is of an unknown kind"):
             definition = json.loads(decoder.__getstate__())
         return definition if isinstance(definition, dict) else None
 
@@ -130,7 +131,7 @@ class Tokenizer(BaseTokenizer):
 
     def _encode_plain(self, text: str, allow_special: bool) -> list[int]:
         # The switch belongs to the library's object, so two threads must not encode with it set differently.
-        with self._lock, _guard("the text cannot be expressed in this vocabulary"):
+        with self._lock, guard("the text cannot be expressed in this vocabulary"):
             self._library.encode_special_tokens = not allow_special
             return list(self._library.encode(text, add_special_tokens=False).ids)
 
@@ -162,7 +163,7 @@ class Tokenizer(BaseTokenizer):
         return None if token is None or self._piece is None else self._piece.to_bytes(token)
 
     def _library_decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        with _guard("these ids cannot be decoded"):
+        with guard("these ids cannot be decoded"):
             return str(self._library.decode(list(ids), skip_special_tokens=skip_special))
 
 
@@ -255,29 +256,15 @@ def _fallback_byte(token: str) -> int | None:
         return None
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters: printable bytes as themselves, the rest from U+0100
-    on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    alphabet = {chr(b): b for b in printable}
-    alphabet.update({chr(0x100 + i): b for i, b in enumerate(others)})
-    return alphabet
-
-
-_ALPHABET = _byte_alphabet()
-
-
 def _byte_level_bytes(token: str) -> bytes:
     try:
-        return bytes([_ALPHABET[c] for c in token])
+        return bytes([ALPHABET[c] for c in token])
     except KeyError:  # not spelled in the byte alphabet: the token is its own text
         return token.encode("utf-8")
 
 
 @contextmanager
-def _guard(what: str) -> Iterator[None]:
+def guard(what: str) -> Iterator[None]:
     """Failures inside the library as a TokenizerError, its panics included (they are no ``Exception``)."""
     try:
         yield

@@ -199,5 +199,10 @@ class _Gathered:
                 table[name] = values.astype(np.float32)
             tables.append(table)
         return Statistics(
-            **facts, tokens=tokens, shares=self._shares, moments=tables[0], covariances=tables[1]
+            **facts,
+            tokens=tokens,
+            shares=self._shares,
+            moments=tables[0],
+            covariances=tables[1],
+            sensitivities={},
         )

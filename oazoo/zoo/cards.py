@@ -33,8 +33,6 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from oazoo.errors import FormatError, UsageError
 from oazoo.zoo.refs import CardRef, HubRef, LocalRef, UrlRef, WheelRef, check_relative, parse_ref
 
@@ -128,22 +126,6 @@ def load_card(name: str) -> Card:
 # ---------------------------------------------------------------------------------------------------- parsing
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses repeated keys (YAML keeps the last one silently) and aliases."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} appears twice")
-        return super().construct_mapping(node, deep)
-
-
 def parse_card(name: str, content: bytes) -> Card:
     """Parse and check a card.
 
@@ -160,9 +142,11 @@ def parse_card(name: str, content: bytes) -> Card:
     match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
     if match is None:
         raise FormatError(f"{where}: no YAML front matter between '---' lines at the start")
+    from oazoo.zoo.strict_yaml import YAMLError, load_yaml  # here: names of cards take no parsing
+
     try:
-        front = yaml.load(match.group(1), Loader=_StrictLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        front = load_yaml(match.group(1))
+    except (YAMLError, ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the front matter is no valid YAML: {error}") from None
     top = _Fields(where, front)
     block = _Fields(f"{where}, oazoo", top.take("oazoo", dict))

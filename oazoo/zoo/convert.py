@@ -68,10 +68,10 @@ def convert(
         OazooError: UsageError, PullError, FormatError, TranslationError or OutputError; nothing is left behind. With
             ``check`` also DeviceError, and the file is there.
     """
-    from oazoo.zoo.check import check_conversion
-    from oazoo.zoo.check import check_tolerance as checked
+    if check_tolerance is not None:
+        from oazoo.zoo.check import check_tolerance as checked
 
-    checked(check_tolerance)
+        checked(check_tolerance)
     own = load_map(map_file).translators if map_file is not None else ()
     pulled = fetch(source, progress, notify)
     check_not_input(output, pulled.files)
@@ -88,6 +88,8 @@ def convert(
     )
     if not check:
         return report
+    from oazoo.zoo.check import check_conversion
+
     try:
         found = check_conversion(pulled.path, report, arch="auto" if own else arch, tolerance=check_tolerance)
     except OazooError as error:

@@ -23,22 +23,13 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from oazoo.errors import PullError
+from oazoo.zoo.progress import Progress, no_progress
 from oazoo.zoo.web import MAX_RETRY_AFTER, HttpClient, HttpStatusError, Unreachable, pause, reason_of
 
 #: Breaks in a row, without :data:`_PROGRESS` new bytes in between, after which a download gives up.
 MAX_BREAKS = 5
 _PROGRESS = 1 << 16
 _CHUNK = 1 << 18
-
-
-class Progress(Protocol):
-    """How long work reports: ``label`` names the step, ``done`` of ``total`` (None: unknown) in ``unit``."""
-
-    def __call__(self, label: str, done: int, total: int | None, unit: str = "bytes") -> None: ...
-
-
-def no_progress(label: str, done: int, total: int | None, unit: str = "bytes") -> None:
-    """The :class:`Progress` that shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)

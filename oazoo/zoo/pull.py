@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from oazoo.errors import PullError, UsageError
+from oazoo.formats.gguf_split import all_parts
 from oazoo.zoo.cards import Card, CardSource, card_names, load_card
-from oazoo.zoo.download import Progress, no_progress
+from oazoo.zoo.progress import Progress, no_progress
 from oazoo.zoo.refs import CardRef, LocalRef, UrlRef, WheelRef, parse_ref
 from oazoo.zoo.sources import Notify, Resolved, Source, refuse_pickle, source_for
 from oazoo.zoo.store import Manifest, Store, is_offline, now
@@ -121,7 +122,8 @@ def _local(path: Path) -> PulledModel:
             raise UsageError(f"{str(path)!r} is an empty folder")
     else:
         refuse_pickle(path)
-        files = (path,)
+        parts = [path.parent / name for name in all_parts(path.name)]
+        files = tuple(part for part in parts if part.is_file()) if len(parts) > 1 else (path,)
     size = sum(file.stat().st_size for file in files)
     return PulledModel(
         name=(path.name or path.resolve().name) if path.is_dir() else path.stem,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,51 +22,26 @@ from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
 from oazoo.zoo.files import open_file
+from oazoo.zoo.pack_stream import SLOTS, PackedPiece, PackStream
+from oazoo.zoo.quantize_plan import BLOCKS, DENSE, Request, TensorQuantization, plan
+from oazoo.zoo.recipes import resolve
+from oazoo.zoo.spending import Spending, chosen_names, remember, runs_on_text
+from oazoo.zoo.unpack import unpack
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device, Tensor
     from oazoo.runtime.ops.pack import Packer
-    from oazoo.zoo.statistics import Statistics
+    from oazoo.zoo.statistics import Sensitivity, Statistics
 
-TARGETS = ("q4", "q8")
-#: How scales and codes are chosen: by the largest magnitude of a block; or, for q4, for the least squared error of a block,
-#: plain, or weighted by the mean squares of what each column is multiplied with.
+#: How scales and codes are chosen: by the largest magnitude of a block, or for the least squared error of a block, plain,
+#: or weighted by the mean squares of what each column is multiplied with.
 METHODS = ("absmax", "search", "weighted")
-#: Dense types that are packed; anything else of rank 2 or more stays as it is and is listed.
-_PACKED_TYPES = ("f32", "f16", "bf16")
-_KEPT = "asked to keep"
-#: Weights that are small and feel every rounding, by our names and by those of ``--arch raw``; they are never packed.
-_NEVER = (
-    (
-        (
-            "*.moe.router.*",
-            "*.moe.shared_gate.*",
-            "*.shared_expert_gate.*",
-            "*.ffn_gate_inp*",
-            "*.block_sparse_moe.gate.*",
-            "model.layers.*.mlp.gate.weight",
-        ),
-        "routes tokens to experts",
-    ),
-    (
-        (
-            "*.a_log",
-            "*.mixer.a",
-            "*.A_log",
-            "*.ssm_a",
-            "*.mixer.[dD]",
-            "*.dt_bias",
-            "*.[bBcC]_bias",
-            "*.mimo_[xzo]",
-        ),
-        "state of a recurrence",
-    ),
-    (("*.mixer.conv.*", "*.conv1d.*", "*.ssm_conv1d.*"), "short convolution"),
-)
+#: The key under which a file's config keeps its receipt (:mod:`oazoo.zoo.receipt`).
+RECEIPT = "receipt"
 #: The token embedding, which is also the head of models with tied embeddings.
 EMBEDDING = "embed.weight"
-#: Elements that go through the device at a time: whole blocks, 16 MB of f32.
-CHUNK_ELEMENTS = 4 << 20
+#: Elements that the device packs in one go: whole blocks, 4 MB of f32, which the caches hold.
+CHUNK_ELEMENTS = 1 << 20
 #: Bytes copied at a time of tensors that stay as they are.
 PIECE = 4 << 20
 
@@ -75,19 +50,6 @@ class Progress(Protocol):
     """How long work reports: a label, and how much of what total is done."""
 
     def __call__(self, label: str, done: int, total: int | None, unit: str = "bytes") -> None: ...
-
-
-@dataclass(frozen=True)
-class TensorQuantization:
-    """What happens to one tensor: encodings before and after, bytes before and after, and why if it is kept."""
-
-    name: str
-    shape: tuple[int, ...]
-    source: str
-    target: str
-    bytes_before: int
-    bytes_after: int
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,11 +66,18 @@ class QuantizeReport:
     device: str = ""
     seconds: float = 0.0
     method: str = "absmax"
+    recipe: str = ""
+    budget: str = ""
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of dense values that went through the packing kernels."""
+        """Bytes of values that were packed or unpacked."""
         return sum(t.bytes_before for t in self.tensors if not t.reason)
+
+    @property
+    def requantized(self) -> tuple[TensorQuantization, ...]:
+        """Tensors that were quantised before and are now quantised again."""
+        return tuple(t for t in self.tensors if not t.reason and t.source in BLOCKS and t.target in BLOCKS)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
@@ -124,7 +93,6 @@ class QuantizeReport:
 @dataclass
 class _Work:
     packers: Mapping[str, Packer]
-    chunk: int
     allow_nonfinite: bool
     progress: Progress | None
     total: int
@@ -135,8 +103,7 @@ class _Work:
     def weights(self, tensor: SourceTensor, target: str) -> Tensor | None:
         """How much each column's errors count; None if all count the same."""
         info = tensor.info
-        searched = self.statistics is not None and target == "q4"
-        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics and searched else None
+        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics else None
         if found is None or not found.mean() > 0:
             return None
         found = found / found.mean()
@@ -146,197 +113,193 @@ class _Work:
         # Nothing counts so little that its values may become anything.
         return self.packers[target].place(np.maximum(found, np.float32(1e-6)))
 
-    def stream(self, tensor: SourceTensor, target: str) -> Iterator[npt.NDArray[Any]]:
+    def stream(self, tensor: SourceTensor, pieces: Iterator[PackedPiece]) -> Iterator[npt.NDArray[Any]]:
         """The packed bytes of a tensor: its codes piece by piece, then its scales."""
         scales = []
-        start = 0
-        weights = self.weights(tensor, target)
-        for chunk in tensor.chunks(self.chunk):
-            codes, scale, odd = self.packers[target](chunk, weights, start)
+        for piece in pieces:
+            odd = piece.odd
             if odd.count and not self.allow_nonfinite:
                 raise FormatError(
                     f"tensor {tensor.info.name!r} holds values that are not finite: {odd.count} from element "
-                    f"{start + odd.first} on ({chunk[odd.first]}); they would be packed as 0. Mend the source, or allow it "
-                    "(--allow-nonfinite)"
+                    f"{piece.start + odd.first} on ({piece.values[odd.first]}); they would be packed as 0. Mend the source, "
+                    "or allow it (--allow-nonfinite)"
                 )
-            start += chunk.size
-            yield codes
-            scales.append(scale)
-            self.done += chunk.nbytes
+            yield piece.codes
+            scales.append(piece.scales.copy())
+            self.done += piece.values.size * tensor.info.nbytes // tensor.info.numel
             if self.progress is not None:
                 self.progress("packing", self.done, self.total)
         yield from scales
 
 
-def plan(
-    source: OamSource, target: str, keep: Sequence[str] = (), q8: Sequence[str] = ()
-) -> list[TensorQuantization]:
-    """What packing would do with each weight.
-
-    Dense f32, f16 and bf16 tensors of rank 2 and more are packed, as OA does; the rest, and what a pattern of ``keep``
-    matches (shell style, on the whole name), stays as it is; what a pattern of ``q8``
-    matches is packed to Q8. Tensors that are quantised already stay too (an importer may have taken some over without
-    loss): packing them again would add the errors up.
-
-    Raises:
-        UsageError: an unknown target, a pattern that matches nothing, or nothing to pack.
-        FormatError: the source is quantised already and has nothing dense left.
-    """
-    if target not in TARGETS:
-        raise UsageError(f"unknown target {target!r}; there are {', '.join(TARGETS)}")
-    for option, patterns in (("--keep", keep), ("--q8", q8)):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in source):
-                raise UsageError(
-                    f"{option} {pattern!r} matches no tensor of {source.path}; `oazoo inspect` lists them"
-                )
-    steps = [_plan_tensor(tensor, target, keep, q8) for tensor in source.values()]
-    if any(step.reason == _KEPT for step in steps) and all(step.reason for step in steps):
-        raise UsageError(f"--keep leaves nothing in {source.path} that would be packed")
-    already = [step for step in steps if step.source in TARGETS]
-    if already and all(step.reason for step in steps):
-        raise FormatError(
-            f"{source.path} is quantised already: {len(already)} tensors, the first is {already[0].name} "
-            f"({already[0].source}), and nothing dense is left. Packing it again would add the errors up; quantize "
-            "the dense model"
-        )
-    return steps
-
-
-def _never(name: str) -> str:
-    """Why a weight of this name stays dense; empty if it does not have to."""
-    return next((why for patterns, why in _NEVER if any(fnmatchcase(name, p) for p in patterns)), "")
-
-
-def _plan_tensor(
-    tensor: SourceTensor, target: str, keep: Sequence[str], q8: Sequence[str]
-) -> TensorQuantization:
-    from oazoo.formats import encodings
-
-    info = tensor.info
-    if any(fnmatchcase(info.name, pattern) for pattern in q8):
-        target = "q8"
-    reason = ""
-    if any(fnmatchcase(info.name, pattern) for pattern in keep):
-        reason = _KEPT
-    elif info.encoding in TARGETS:
-        reason = f"already {info.encoding}"
-    elif len(info.shape) < 2:
-        reason = "fewer than 2 dimensions"
-    elif never := _never(info.name):
-        reason = f"never packed: {never}"
-    elif info.encoding not in _PACKED_TYPES:
-        reason = f"{info.encoding} is not packed"
-    elif info.numel == 0:
-        reason = "no elements"
-    after = info.nbytes if reason else encodings.get(target).bytes_for(info.shape)
-    kind = info.encoding if reason else target
-    return TensorQuantization(info.name, info.shape, info.encoding, kind, info.nbytes, after, reason)
-
-
 def quantize(
     source: str | Path,
     output: str | Path | None,
-    to: str,
+    to: str | None = None,
     *,
+    recipe: str | None = None,
+    budget: str | None = None,
     keep: Sequence[str] = (),
     q8: Sequence[str] = (),
-    method: str = "absmax",
+    method: str | None = None,
     statistics: Statistics | str | Path | None = None,
     text: str | None = None,
+    allow_requantize: bool = False,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+    planned: Callable[[QuantizeReport], None] | None = None,
     device: Device | None = None,
 ) -> QuantizeReport:
-    """Pack the weights of an `.oam` file to Q4 or Q8 with the device's packing kernels.
+    """Pack the weights of an `.oam` file to Q4 or Q8 with the device's packing kernels, or unpack them.
 
     Tensors stream through the device in chunks, so device memory and host memory stay bounded whatever the model's size;
     the output appears under its name only when it is complete.
 
     Args:
-        source: an `.oam` file with dense weights.
+        source: an `.oam` file.
         output: the file to write; may be None for a dry run.
-        to: ``q4`` (5 bits a weight with its scale) or ``q8`` (9 bits).
-        keep: shell-style patterns of tensor names to leave dense.
+        to: ``q4`` (5 bits a weight with its scale), ``q8`` (9 bits), or, to unpack what is quantised, ``f16``, ``bf16`` or
+            ``f32``. None: what the recipe says, or q4 with a budget.
+        recipe: a name of :data:`oazoo.zoo.recipes.RECIPES`, in place of ``to`` and ``budget``.
+        budget: how large the result may be, as ``5.5bpw`` or ``92MB``: the tensors whose packing costs most get 8 bits, or
+            stay as they are. For this the model is run (:mod:`oazoo.zoo.sensitivity`), unless the statistics know the costs.
+        keep: shell-style patterns of tensor names to leave as they are.
         q8: shell-style patterns of tensor names to pack to Q8 where the others become Q4.
-        method: ``absmax``, the format's own rule; for q4 also ``search``, the scale and codes of least squared error of each
-            block, and ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied
-            with.
+        method: ``absmax``, the format's own rule; ``search``, the scale and codes of least squared error of each block;
+            ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with.
+            None: ``weighted`` for a model that can run, else ``absmax``.
         statistics: for ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
-            None, the model is run to measure them.
-        text: for ``weighted`` without statistics: what to run the model on; the general text of this package if None.
+            None, the model is run to measure them. What a budget measures is added to the file.
+        text: without statistics, what to run the model on; the general text of this package if None.
+        allow_requantize: pack to Q4 what is Q8 already.
         allow_nonfinite: pack NaN and infinities as 0 instead of refusing them.
         overwrite: replace an existing output.
-        dry_run: plan and check only; nothing is written and no device is needed.
+        dry_run: plan and check only; nothing is written, and no device is needed but for a budget.
         progress: called with how far packing has come.
+        notify: called with a line for each thing worth knowing.
+        planned: called with the plan before it is carried out.
         device: where to pack; the default device if None.
 
     Raises:
-        UsageError: see :func:`plan`; or the output exists.
-        FormatError: the source is damaged, quantised already, not an `.oam`, or holds non-finite values.
+        UsageError: see :func:`oazoo.zoo.quantize_plan.plan`; or the output exists, or the budget is too small.
+        FormatError: the source is damaged, not an `.oam`, or holds non-finite values.
         DeviceError: no usable device, or out of its memory.
     """
-    if isinstance(keep, str):
-        keep = [keep]
-    if isinstance(q8, str):
-        q8 = [q8]
-    check_method(to, method, statistics, text)
-    with open_file(source) as opened:
+    target, limit = resolve(to, recipe, budget)
+    keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
+    request = Request(target, keep, q8, allow_requantize)
+    if device is None and not dry_run and target not in DENSE:
+        from oazoo.runtime import open_ahead
+
+        open_ahead()
+    with open_file(source) as opened, ExitStack() as stack:
         if not isinstance(opened, OamSource):
             raise FormatError(
                 f"{source} is a {opened.format} file; quantize packs .oam files: oazoo convert {source} -o MODEL.oam"
             )
-        steps = plan(opened, to, keep, q8)
-        if all(step.reason for step in steps):
-            raise UsageError(f"nothing in {source} would be packed; `oazoo inspect` lists its tensors")
+        steps = plan(opened, request)
         if output is not None:
             check_not_input(output, [opened.path])
             check_output(output, overwrite=overwrite)
         elif not dry_run:
             raise UsageError("say where to write: only a dry run needs no output")
+        how = method or default_method(opened, target)
+        check_method(target, how, statistics, text, bool(limit))
         known: Statistics | None = None
-        if method == "weighted" and not dry_run:
+        if how == "weighted" and (limit or not dry_run):
             known = _statistics(opened, statistics, text, device, progress)
+        packed: OamSource | None = None
+        found: Sensitivity | None = None
+        if limit is not None:
+
+            def pack_all(path: Path) -> None:
+                quantize(
+                    opened.path,
+                    path,
+                    target,
+                    keep=keep,
+                    q8=q8,
+                    method=how,
+                    statistics=known,
+                    allow_requantize=allow_requantize,
+                    allow_nonfinite=allow_nonfinite,
+                    progress=progress,
+                    device=device,
+                )
+
+            spending = Spending(opened, steps, limit, how, statistics if known is None else known)
+            found, packed = spending.sensitivity(stack, output, pack_all, text, device, progress, notify)
+            if isinstance(statistics, (str, Path)):
+                remember(statistics, how, found, notify)
+            request = replace(request, chosen=spending.choose(found))
+            steps = plan(opened, request)
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
         entries += [
             OamEntry(name, t.info.shape, t.info.encoding, "state")
             for name, t in opened.state.items()
             if name != CARRIED_ASSET
         ]
+        note = _note(opened, request, how, known, steps)
+        if limit is not None and found is not None:
+            note |= {"recipe": recipe} if recipe else {}
+            note |= {"budget": limit.text, "sensitivity": found.note(), "chosen": chosen_names(steps)}
         writer = OamWriter(
             output or "plan.oam",
-            config=replace(opened.config, payload=_payload(opened, to, keep, q8, method, known)),
+            config=replace(opened.config, payload=_payload(opened, note)),
             entries=entries,
             progress=opened.progress,
             overwrite=overwrite,
         )
-        dropped = ("the optimizer's state",) if opened.optimizer_kind is not None else ()
+        dropped = ["the optimizer's state"] if opened.optimizer_kind is not None else []
+        dropped += ["the quality receipt, which is about other weights"] if RECEIPT in opened.metadata else []
         report = QuantizeReport(
             source=str(source),
             output="" if output is None else str(output),
-            target=to,
+            target=target,
             tensors=tuple(steps),
             source_bytes=opened.path.stat().st_size,
             output_bytes=writer.size,
-            dropped=dropped,
-            method=method,
+            dropped=tuple(dropped),
+            method=how,
+            recipe=recipe or "",
+            budget="" if limit is None else limit.text,
         )
-        return report if dry_run else _run(report, opened, writer, allow_nonfinite, progress, device, known)
+        if dry_run:
+            return report
+        if planned is not None:
+            planned(report)
+        return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed)
 
 
-def check_method(to: str, method: str, statistics: Statistics | str | Path | None, text: str | None) -> None:
-    """Refuse combinations that mean nothing.
+def default_method(source: OamSource, target: str) -> str:
+    """``weighted`` for a model that can run on a text; none where nothing is packed; else ``absmax``."""
+    if target in DENSE:
+        return ""
+    return "weighted" if runs_on_text(source) else "absmax"
+
+
+def check_method(
+    to: str,
+    method: str,
+    statistics: Statistics | str | Path | None,
+    text: str | None,
+    measuring: bool = False,
+) -> None:
+    """Refuse combinations that mean nothing. ``measuring``: statistics and text also serve to spend a budget.
 
     Raises:
-        UsageError: an unknown method, one that the target has not, or statistics or a text for a method without any.
+        UsageError: an unknown method or target, or statistics or a text for a method without any.
     """
+    if to in DENSE:
+        if method or statistics is not None or text is not None:
+            raise UsageError(f"unpacking to {to} has no method, and needs neither statistics nor a text")
+        return
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
-    if to == "q8" and method != "absmax":
-        raise UsageError(f"q8 is packed by absmax; {method} is for q4")
-    if method != "weighted" and (statistics is not None or text is not None):
+    if method != "weighted" and not measuring and (statistics is not None or text is not None):
         raise UsageError(f"statistics and a text to gather them on are for the method weighted, not {method}")
     if statistics is not None and text is not None:
         raise UsageError("give either statistics or a text to gather them on")
@@ -376,7 +339,13 @@ def _run(
     progress: Progress | None,
     device: Device | None,
     statistics: Statistics | None,
+    packed: OamSource | None,
 ) -> QuantizeReport:
+    """Write the file. Tensors that ``packed`` has as they should become are taken from it."""
+    if report.target in DENSE:
+        start = time.perf_counter()
+        unpack(report.tensors, report.target, source, writer, allow_nonfinite, progress)
+        return replace(report, seconds=time.perf_counter() - start)
     from oazoo.runtime import get_device
     from oazoo.runtime.ops.pack import Packer
 
@@ -387,19 +356,33 @@ def _run(
     chunk = min(CHUNK_ELEMENTS, device.allocator.max_buffer_bytes // 4, -(-largest // 32) * 32)
     chunk = max(32, chunk // 32 * 32)
     packers = {
-        target: Packer(
-            device, target, chunk, "absmax" if target == "q8" or report.method == "absmax" else "search"
-        )
+        target: Packer(device, target, chunk, "absmax" if report.method == "absmax" else "search", SLOTS)
         for target in sorted({step.target for step in report.tensors if not step.reason})
     }
     tied = statistics is not None and EMBEDDING in statistics.shares
-    work = _Work(packers, chunk, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    work = _Work(packers, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    taken = {
+        step.name: packed[step.name]
+        for step in report.tensors
+        if packed is not None and not step.reason and packed[step.name].info.encoding == step.target
+    }
+    tasks = [
+        (source[step.name], step.target)
+        for step in report.tensors
+        if not step.reason and step.name not in taken
+    ]
+    stream = PackStream(packers, tasks, chunk, work.weights)
     with writer:
         for step in report.tensors:
             tensor = source[step.name]
             try:
-                kept = bool(step.reason)
-                writer.write(step.name, tensor.pieces(PIECE) if kept else work.stream(tensor, step.target))
+                if step.name in taken:
+                    writer.write(step.name, taken[step.name].pieces(PIECE))
+                    work.done += step.bytes_before
+                elif step.reason:
+                    writer.write(step.name, tensor.pieces(PIECE))
+                else:
+                    writer.write(step.name, work.stream(tensor, stream.pieces(step.name)))
             except OazooError as error:
                 if str(source.path) not in str(error):
                     raise type(error)(f"{source.path}: {error}") from error
@@ -410,26 +393,37 @@ def _run(
     return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
 
 
-def _payload(
+def _note(
     source: OamSource,
-    target: str,
-    keep: Sequence[str],
-    q8: Sequence[str],
+    request: Request,
     method: str,
     statistics: Statistics | None,
-) -> bytes:
+    steps: Sequence[TensorQuantization],
+) -> dict[str, Any]:
+    """What was done, for the file."""
+    note: dict[str, Any] = {"to": request.target}
+    if method:
+        note |= {"method": method, "keep": list(request.keep), "q8": list(request.q8)}
+    elif request.keep:
+        note["keep"] = list(request.keep)
+    note |= {"tool": f"oazoo {__version__}", "source_weights": source.weights_checksum}
+    if statistics is not None:
+        note["statistics"] = statistics.note()
+    again = [step for step in steps if not step.reason and step.source in BLOCKS]
+    if again:
+        note["unpacked_from" if request.target in DENSE else "requantized_from"] = {
+            encoding: sum(step.source == encoding for step in again)
+            for encoding in sorted({s.source for s in again})
+        }
+    before = source.metadata.get("quantization")
+    if isinstance(before, Mapping):
+        note["before"] = {key: value for key, value in before.items() if key != "before"}
+    return note
+
+
+def _payload(source: OamSource, note: dict[str, Any]) -> bytes:
     """The architecture config with a note of what was done; somebody else's config is left alone."""
     if not source.metadata:
         return source.config.payload
-    note: dict[str, Any] = {
-        "to": target,
-        "method": method,
-        "keep": list(keep),
-        "q8": list(q8),
-        "tool": f"oazoo {__version__}",
-    }
-    note["source_weights"] = source.weights_checksum
-    if statistics is not None:
-        note["statistics"] = statistics.note()
-    content = {**source.metadata, "quantization": note}
+    content = {**{k: v for k, v in source.metadata.items() if k != RECEIPT}, "quantization": note}
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oazoo.errors import FormatError, PullError
+from oazoo.formats.gguf_split import first_part
 from oazoo.formats.mapped import open_regular
 from oazoo.zoo.cards import CardSource
-from oazoo.zoo.download import Progress
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import HubRef, WheelRef
 from oazoo.zoo.store import StoredFile
 
@@ -38,8 +39,13 @@ class Fetched:
 
     @property
     def entry(self) -> str:
-        """The single file of weights, if it stands for itself (one file, or a GGUF), else the folder."""
+        """The single file of weights, if it stands for itself (one file, or a GGUF), else the folder. Of a GGUF in
+        several files it is the first.
+        """
         weights = [file.path for file in self.files if file.path.lower().endswith(WEIGHT_SUFFIXES)]
+        first = first_part(weights)
+        if first is not None and len(weights) > 1:
+            return first
         alone = len(self.files) == 1 or (len(weights) == 1 and weights[0].lower().endswith((".gguf", ".oam")))
         return (weights or [self.files[0].path])[0] if alone else "."
 

@@ -13,14 +13,17 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oazoo import __version__
 from oazoo.errors import PullError
+from oazoo.formats.gguf_split import all_parts
+from oazoo.formats.messages import some
 from oazoo.zoo.cards import CardFile
-from oazoo.zoo.download import Progress, RemoteFile, download
+from oazoo.zoo.download import RemoteFile, download
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import HubRef, check_relative
 from oazoo.zoo.sources import Fetched, Resolved, Source, only_pickles, refuse_pickle
 from oazoo.zoo.store import StoredFile, make_key
@@ -63,6 +66,8 @@ class HubSource(Source):
     label = "huggingface"
 
     def __init__(self, ref: HubRef, files: Sequence[CardFile] = ()) -> None:
+        if ref.file is not None:  # any part of a split GGUF stands for all of them
+            ref = replace(ref, file=all_parts(ref.file)[0])
         self.ref = ref
         self.source = ref.public
         self.requested = ref.revision
@@ -137,12 +142,10 @@ class _ResolvedHub(Resolved):
         if self.stated:
             return [file.path for file in self.stated]
         if self.ref.file is not None:
-            if self.ref.file not in self.listed:
-                raise PullError(f"{self.ref.repo} has no file {self.ref.file!r} at {self.commit[:12]}")
-            return [self.ref.file]
+            return self._parts(self.ref.file)
         root = [name for name in self.listed if "/" not in name]
         tensors = sorted(name for name in root if name.endswith(".safetensors"))
-        ggufs = sorted(name for name in self.listed if name.endswith(".gguf"))
+        ggufs = sorted({all_parts(name)[0] for name in self.listed if name.endswith(".gguf")})
         if "model.safetensors" in tensors:
             weights = ["model.safetensors"]
         elif _INDEX in root:
@@ -150,10 +153,23 @@ class _ResolvedHub(Resolved):
         elif len(tensors) == 1:
             weights = tensors
         elif not tensors and len(ggufs) == 1:
-            return ggufs
+            return self._parts(ggufs[0])
         else:
             raise PullError(self._why_not(tensors or ggufs))
         return weights + sorted(name for name in root if name in _COMPANIONS)
+
+    def _parts(self, file: str) -> list[str]:
+        """A file, or all parts of the GGUF model that it is the first of."""
+        names = all_parts(file)
+        missing = [name for name in names if name not in self.listed]
+        if len(names) == 1 and missing:
+            raise PullError(f"{self.ref.repo} has no file {file!r} at {self.commit[:12]}")
+        if missing:
+            raise PullError(
+                f"{self.ref.repo} has {len(names) - len(missing)} of the {len(names)} parts of {file} at "
+                f"{self.commit[:12]}; it lacks {some(missing)}. Nothing was fetched"
+            )
+        return names
 
     def _shards(self, into: Path, progress: Progress) -> list[str]:
         """The shard files that the index names."""

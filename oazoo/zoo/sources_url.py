@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from oazoo.zoo.download import Progress, RemoteFile, download
+from oazoo.errors import PullError
+from oazoo.formats.gguf_split import all_parts
+from oazoo.zoo.download import RemoteFile, download
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import UrlRef
 from oazoo.zoo.sources import Fetched, Resolved, Source, refuse_pickle
 from oazoo.zoo.store import StoredFile, make_key
@@ -24,7 +27,14 @@ class UrlSource(Source):
         self.pinned = True
 
     def resolve(self) -> Resolved:
-        """Nothing to find out."""
+        """Nothing to find out. One part of a GGUF model in several files is refused: an address leads to no others."""
+        parts = all_parts(self.ref.filename)
+        if len(parts) > 1:
+            raise PullError(
+                f"{self.ref.filename} is one of the {len(parts)} parts of a GGUF model, and an address names one file. "
+                "Fetch all of them into one folder and name one of them there; from the Hub, "
+                f"hf:org/name/{parts[0]} fetches all"
+            )
         return _ResolvedUrl(
             key=make_key("url", self.ref.digest, self.ref.filename),
             source=self.source,

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from oazoo.errors import PullError
 from oazoo.zoo.cards import CardFile, CardSource
-from oazoo.zoo.download import Progress, RemoteFile, download, sha256_of
+from oazoo.zoo.download import RemoteFile, download, sha256_of
 from oazoo.zoo.package_index import (
     IndexFile,
     IndexSettings,
@@ -28,6 +28,7 @@ from oazoo.zoo.package_index import (
     list_files,
     pip_command,
 )
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import WheelRef, redact
 from oazoo.zoo.sources import Fetched, Notify, Resolved, Source
 from oazoo.zoo.store import make_key

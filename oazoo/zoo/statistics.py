@@ -2,7 +2,8 @@
 
 A file of them is a SafeTensors file: ``moments.NAME``, f32 [inputs], the mean squares of the inputs of the weight NAME;
 ``covariance.NAME``, f32 [inputs, inputs], the means of their products, if these were gathered. Weights that are fed the same
-(query, key and value) share one tensor, under the first one's name. The metadata say what was measured, on which text.
+(query, key and value) share one tensor, under the first one's name. The metadata say what was measured, on which text, and
+what it costs to quantise each tensor, if that was measured (:mod:`oazoo.zoo.sensitivity`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,28 @@ _MOMENTS, _COVARIANCE = "moments.", "covariance."
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """What quantising each tensor costs.
+
+    Attributes:
+        losses: by name, the divergence (mean KL, nats a token) that the tensor alone causes at 4 bits.
+        text: what was read, ``text_sha256`` the hash of its UTF-8; empty if nothing was measured.
+        tokens: how many tokens of it.
+    """
+
+    losses: Mapping[str, float]
+    text: str = ""
+    text_sha256: str = ""
+    tokens: int = 0
+
+    def note(self) -> dict[str, Any]:
+        """What a quantised file says about it."""
+        if not self.tokens:
+            return {"measured": False}
+        return {"measured": True, "text": self.text, "text_sha256": self.text_sha256, "tokens": self.tokens}
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Second moments of what every weight of a model is multiplied with, over a text.
 
@@ -40,6 +63,7 @@ class Statistics:
         shares: for each weight, the name under which its statistics are kept.
         moments: mean squares by that name, f32 [inputs].
         covariances: means of products by that name, f32 [inputs, inputs]; may be empty.
+        sensitivities: by method of quantising, what it costs tensor by tensor; may be empty.
     """
 
     model: str
@@ -50,6 +74,7 @@ class Statistics:
     shares: Mapping[str, str]
     moments: Mapping[str, Floats]
     covariances: Mapping[str, Floats] = field(default_factory=dict)
+    sensitivities: Mapping[str, Sensitivity] = field(default_factory=dict)
 
     def moment(self, name: str, inputs: int) -> Floats | None:
         """The mean squares of a weight's inputs; None if the model multiplies nothing with it.
@@ -93,6 +118,10 @@ def save_statistics(statistics: Statistics, path: str | Path, *, overwrite: bool
         "text_sha256": statistics.text_sha256,
         "tokens": statistics.tokens,
         "shares": dict(statistics.shares),
+        "sensitivities": {
+            method: {**found.__dict__, "losses": dict(found.losses)}
+            for method, found in statistics.sensitivities.items()
+        },
         "tool": f"oazoo {__version__}",
     }
     metadata = {
@@ -156,4 +185,18 @@ def _facts(path: str | Path, text: Any) -> dict[str, Any]:
         raise FormatError(f"{path}: the metadata lack one of {', '.join(types)}")
     if not all(isinstance(name, str) for name in found["shares"].values()):
         raise FormatError(f"{path}: 'shares' in the metadata must name tensors")
-    return {key: found[key] for key in types}
+    known = {key: found[key] for key in types}
+    return known | {"sensitivities": _sensitivities(path, found.get("sensitivities", {}))}
+
+
+def _sensitivities(path: str | Path, found: Any) -> dict[str, Sensitivity]:
+    types: dict[str, type] = {"losses": dict, "text": str, "text_sha256": str, "tokens": int}
+    result = {}
+    for method, entry in found.items() if isinstance(found, dict) else [("", None)]:
+        if not isinstance(entry, dict) or any(not isinstance(entry.get(k), t) for k, t in types.items()):
+            raise FormatError(f"{path}: 'sensitivities' in the metadata lack one of {', '.join(types)}")
+        for name, loss in entry["losses"].items():
+            if type(loss) not in (int, float) or not 0 <= loss < float("inf"):
+                raise FormatError(f"{path}: the sensitivity of {name} is {loss!r}, which nothing can cost")
+        result[method] = Sensitivity(**{key: entry[key] for key in types})
+    return result

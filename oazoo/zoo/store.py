@@ -25,7 +25,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import filelock
 import platformdirs
 
 from oazoo import __version__
@@ -205,6 +204,8 @@ class Store:
 
         ``doing`` is what to say that the other one does; by default it pulls ``key``.
         """
+        import filelock  # here: most commands take no lock, and it is slow to load
+
         folder = self.root / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)

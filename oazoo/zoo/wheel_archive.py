@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from oazoo.errors import PullError
 from oazoo.zoo.cards import CardFile
-from oazoo.zoo.download import Progress
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import check_relative
 from oazoo.zoo.sources import WEIGHT_SUFFIXES
 from oazoo.zoo.store import StoredFile

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from oazoo.runtime.ops.arithmetic import join_columns
 from oazoo.runtime.ops.common import grid, require, require_dense
-from oazoo.runtime.tape import no_gradient, taped
+from oazoo.runtime.tape import taped
 from oazoo.runtime.tensor import Tensor
 from oazoo.shaders.kernels import ACTIVATIONS
 
@@ -25,14 +26,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
     """
     _check_activation("activate", activation)
     y = _elementwise(x, "activate", f"activate_{activation}")
-
-    def back(dy: Tensor, want: object) -> tuple[Tensor]:
-        dx, groups = Tensor.empty(x.device, x.shape), grid(-(-x.numel // 256))
-        kernel = x.device.kernel(f"activate_{activation}_back")
-        kernel.dispatch(groups, {"x": x, "dy": dy}, {"y": dx}, count=x.numel, columns=groups[0], alpha=0.0)
-        return (dx,)
-
-    return taped(y, (x,), back)
+    return taped(y, (x,), lambda dy, want: (_back(f"activate_{activation}_back", x, dy, 0.0),))
 
 
 def activate_gated(x: Tensor, activation: str = "silu") -> Tensor:
@@ -65,6 +59,11 @@ def activate_gated(x: Tensor, activation: str = "silu") -> Tensor:
     return taped(y, (x,), back)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of two f32 [rows, width] tensors (arXiv:2002.05202)."""
+    return activate_gated(join_columns([gate, up]))
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     """``cap tanh(x / cap)``: values held within ± cap, small ones hardly changed (arXiv:2408.00118).
 
@@ -75,9 +74,17 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     Returns:
         f32 of the same shape.
     """
-    no_gradient("softcap", x)
     require(cap > 0, "softcap", f"the cap {cap} must be positive")
-    return _elementwise(x, "softcap", "softcap", cap)
+    y = _elementwise(x, "softcap", "softcap", cap)
+    return taped(y, (x,), lambda dy, want: (_back("softcap_back", x, dy, cap),))
+
+
+def _back(kernel: str, x: Tensor, dy: Tensor, alpha: float) -> Tensor:
+    dx, groups = Tensor.empty(x.device, x.shape), grid(-(-x.numel // 256))
+    x.device.kernel(kernel).dispatch(
+        groups, {"x": x, "dy": dy}, {"y": dx}, count=x.numel, columns=groups[0], alpha=alpha
+    )
+    return dx
 
 
 def _check_activation(op: str, activation: str) -> None:

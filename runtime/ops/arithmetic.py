@@ -41,6 +41,40 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return taped(y, (x,), lambda dy, want: (accumulate(Tensor.empty(x.device, x.shape), dy, factor, 0.0),))
 
 
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """``a · b`` element by element, f32 of one shape."""
+    _check("multiply", a)
+    require_dense(b, "multiply", "b", "f32", *a.shape)
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        out, groups = Tensor.empty(a.device, a.shape), grid(-(-a.numel // 256))
+        if a.numel:
+            kernel = a.device.kernel("multiply")
+            kernel.dispatch(groups, {"a": x, "b": y}, {"y": out}, count=a.numel, columns=groups[0])
+        return out
+
+    def back(dy: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        return (run(dy, b) if want[0] else None), (run(dy, a) if want[1] else None)
+
+    return taped(run(a, b), (a, b), back)
+
+
+def swap_axes(x: Tensor) -> Tensor:
+    """The last two axes of f32 [batch, rows, width] in the other order: [batch, width, rows]."""
+    require_dense(x, "swap_axes", "x", "f32", -1, -1, -1)
+
+    def run(values: Tensor) -> Tensor:
+        batch, rows, width = values.shape
+        y, groups = Tensor.empty(x.device, (batch, width, rows)), grid(-(-x.numel // 64))
+        if x.numel:
+            x.device.kernel("swap").dispatch(
+                groups, {"x": values}, {"y": y}, count=x.numel, columns=groups[0], rows=rows, width=width
+            )
+        return y
+
+    return taped(run(x), (x,), lambda dy, want: (run(dy),))
+
+
 def total(x: Tensor) -> Tensor:
     """The sum of all elements of an f32 tensor, f32 [1], added in a fixed order."""
     return _sum(x, 1.0)

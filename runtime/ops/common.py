@@ -31,6 +31,15 @@ def require_dense(tensor: Tensor, op: str, name: str, dtype: str, *shape: int) -
     require(tensor.numel <= MAX_ELEMENTS, op, f"{name} has more elements than one run can address")
 
 
+def class_numbers(op: str, name: str, ids: Tensor, count: int) -> int:
+    """Check numbers of classes or tokens: i32, u32 or u8 [count], or of any count if -1; 1 if they are bytes, else 0."""
+    if ids.dtype not in ("i32", "u32", "u8"):
+        raise DeviceError(f"{op}: {name} must be i32, u32 or u8, not {ids.dtype}")
+    require_dense(ids, op, name, ids.dtype, count)
+    require(ids.address % 4 == 0, op, f"{name} must start at a multiple of 4 bytes")
+    return int(ids.dtype == "u8")
+
+
 def portable_only() -> bool:
     """Whether ``OAZOO_PORTABLE_KERNELS=1`` asks for the kernels that need nothing but what every device has.
 

@@ -1,12 +1,12 @@
-"""Losses: one number, and its gradient."""
+"""Losses: one number, and its gradient by the prediction."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from oazoo.runtime.ops.arithmetic import scaled, total
-from oazoo.runtime.ops.common import grid, lanes, require, require_dense
-from oazoo.runtime.tape import no_grad, taped
+from oazoo.runtime.ops.common import class_numbers, grid, lanes, require, require_dense
+from oazoo.runtime.tape import no_grad, no_gradient, taped
 from oazoo.runtime.tensor import Tensor
 
 
@@ -24,7 +24,7 @@ def cross_entropy(
 
     Args:
         logits: f32 [rows, classes].
-        targets: i32 [rows].
+        targets: i32, u32 or u8 [rows].
         mask: f32 [rows] that each row's loss is multiplied by, or None.
         count: what the sum is divided by; the number of rows if None. With a mask the caller says how many rows count.
         variant: ``wave8`` or ``group32``; the device's own if None.
@@ -36,7 +36,7 @@ def cross_entropy(
     require_dense(logits, op, "logits", "f32", -1, -1)
     rows, classes = logits.shape
     require(rows > 0 and classes > 0, op, f"logits of shape {list(logits.shape)} have no rows or no classes")
-    require_dense(targets, op, "targets", "i32", rows)
+    is_bytes = class_numbers(op, "targets", targets, rows)
     if mask is not None:
         require_dense(mask, op, "mask", "f32", rows)
     divisor = float(rows if count is None else count)
@@ -50,6 +50,7 @@ def cross_entropy(
         "rows": rows,
         "columns": groups[0],
         "masked": int(mask is not None),
+        "bytes": is_bytes,
         "share": 1 / divisor,
     }
     device.kernel(f"cross_entropy_{name}").dispatch(
@@ -72,3 +73,62 @@ def cross_entropy(
         return (dx,)
 
     return taped(loss, (logits,), back)
+
+
+def mse(x: Tensor, target: Tensor) -> Tensor:
+    """Mean of ``(x - target)²``; see :func:`l1` for arguments and result."""
+    return _pair_loss("mse", x, target)
+
+
+def l1(x: Tensor, target: Tensor) -> Tensor:
+    """Mean of ``|x - target|``; the gradient where they are equal is 0.
+
+    Args:
+        x: f32 of any shape, the prediction.
+        target: f32 of the same shape; no gradient is taken with respect to it.
+
+    Returns:
+        f32 [1].
+    """
+    return _pair_loss("l1", x, target)
+
+
+def smooth_l1(x: Tensor, target: Tensor) -> Tensor:
+    """Mean of ``d² / 2`` where ``d = |x - target|`` is less than 1, else of ``d - 1/2``; see :func:`l1`."""
+    return _pair_loss("smooth_l1", x, target)
+
+
+def binary_cross_entropy(x: Tensor, target: Tensor) -> Tensor:
+    """Mean of ``-(target log p + (1 - target) log(1 - p))``, p being x held within 1e-7 of 0 and 1; see :func:`l1`.
+
+    The gradient is taken at p, and is not cut where x lies outside.
+    """
+    return _pair_loss("binary_cross_entropy", x, target)
+
+
+#: Elements that a workgroup of the forward kernel sums.
+_SUMMED = 1024
+
+
+def _pair_loss(op: str, x: Tensor, target: Tensor) -> Tensor:
+    require_dense(x, op, "x", "f32", *x.shape)
+    require_dense(target, op, "target", "f32", *x.shape)
+    require(x.numel > 0, op, "there is nothing to take the mean of")
+    no_gradient(f"the target of {op}", target)
+    device, share = x.device, 1 / x.numel
+    sums = Tensor.empty(device, (-(-x.numel // _SUMMED),))
+    groups = grid(sums.numel)
+    reads = {"x": x, "target": target, "scale": None}
+    device.kernel(op).dispatch(groups, reads, {"y": sums}, count=x.numel, columns=groups[0], share=share)
+    with no_grad():
+        loss = scaled(total(sums), share)
+
+    def back(dy: Tensor, want: object) -> tuple[Tensor]:
+        dx, groups = Tensor.empty(device, x.shape), grid(-(-x.numel // 256))
+        reads = {"x": x, "target": target, "scale": dy}
+        device.kernel(f"{op}_back").dispatch(
+            groups, reads, {"y": dx}, count=x.numel, columns=groups[0], share=share
+        )
+        return (dx,)
+
+    return taped(loss, (x,), back)

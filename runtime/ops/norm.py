@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from oazoo.runtime.ops.arithmetic import join_columns, reshaped, split_columns
 from oazoo.runtime.ops.common import grid, lanes, require, require_dense
 from oazoo.runtime.ops.elementwise import add
-from oazoo.runtime.tape import no_gradient, taped, taping
+from oazoo.runtime.tape import taped, taping
 from oazoo.runtime.tensor import Tensor
 
 
@@ -65,8 +66,8 @@ def query_key_norm(
     eps: float,
     *,
     variant: str | None = None,
-) -> None:
-    """RMSNorm of queries and keys in place: over each head, or over all heads of a token at once, as the weights are wide.
+) -> Tensor:
+    """RMSNorm of queries and keys: over each head, or over all heads of a token at once, as the weights are wide.
 
     Args:
         qkv: f32 [tokens, (heads + 2 kv_heads) head_dim], rows of q, k, v heads; values are left alone.
@@ -76,9 +77,11 @@ def query_key_norm(
         kv_heads: key/value heads.
         eps: added to the mean square.
         variant: ``wave8`` or ``group32``; the device's own if None.
+
+    Returns:
+        ``qkv`` itself, changed in place; under a tape that needs its gradient, a new tensor of its shape.
     """
     op = "query_key_norm"
-    no_gradient(op, qkv, q_weight, k_weight)
     require_dense(qkv, op, "qkv", "f32", -1, -1)
     tokens, stride = qkv.shape
     all_heads = heads + 2 * kv_heads
@@ -88,6 +91,14 @@ def query_key_norm(
     require_dense(q_weight, op, "q_weight", "f32", heads * head_dim if whole else head_dim)
     require_dense(k_weight, op, "k_weight", "f32", kv_heads * head_dim if whole else head_dim)
     q_parts, k_parts = (1, 1) if whole else (heads, kv_heads)
+    if taping(qkv, q_weight, k_weight):
+        widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        q, k, v = split_columns(qkv, widths)
+        q, k = (
+            reshaped(rms_norm(reshaped(x, x.numel // w.numel, w.numel), w, eps), *x.shape)
+            for x, w in ((q, q_weight), (k, k_weight))
+        )
+        return join_columns([q, k, v])
     groups = grid(tokens * (q_parts + k_parts))
     qkv.device.kernel(f"{op}_{variant or lanes(qkv.device)}").dispatch(
         groups,
@@ -102,6 +113,7 @@ def query_key_norm(
         columns=groups[0],
         eps=eps,
     )
+    return qkv
 
 
 def _norm(

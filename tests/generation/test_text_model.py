@@ -10,7 +10,7 @@ import pytest
 
 from oazoo.errors import GenerationError, TokenizerError, UsageError
 from oazoo.generation import TextModel
-from oazoo.text import ByteTokenizer, Tokenizer
+from oazoo.text import ByteTokenizer, OaBpeTokenizer, Tokenizer
 
 Recite = Callable[..., Any]
 
@@ -379,3 +379,14 @@ def test_a_broken_template_does_not_bar_raw_prompts(transformer: Any, tokenizer:
     assert model.generate("Hello", raw=True, max_tokens=2).token_ids
     with pytest.raises(TokenizerError, match="template is broken at line 1"):
         model.generate("Hello")
+
+
+def test_a_model_file_may_carry_an_oa_vocabulary(recite: Recite) -> None:
+    vocabulary = OaBpeTokenizer.train(["the cat sat on the mat, the cat sat"], 280)
+    ids = vocabulary.encode(" sat on")
+    start = len(vocabulary.encode("the cat"))
+    model = TextModel.from_assets(recite(start, ids), {"oa_bpe_v1.txt": vocabulary.to_bytes()})
+    answer = model.generate("the cat", temperature=0, max_tokens=len(ids))
+    assert answer.text == " sat on" and answer.token_ids == ids
+    with pytest.raises(TokenizerError, match="line 2"):
+        TextModel.from_assets(recite(0, [1]), {"oa_bpe_v1.txt": b"oa_bpe_v1\nmany\n"})

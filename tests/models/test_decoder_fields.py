@@ -194,7 +194,7 @@ def test_families(family: str, encoding: str, tmp_path: Path) -> None:
     config = config_of(family)
     path = write_model(tmp_path / "dense.oam", config)
     if encoding != "f32":
-        oazoo.quantize(path, tmp_path / "packed.oam", encoding)
+        oazoo.quantize(path, tmp_path / "packed.oam", encoding, method="absmax")
         path = tmp_path / "packed.oam"
     ids = (
         np.random.default_rng(zlib.crc32(family.encode())).integers(0, config.vocab_size, 40).astype(np.int32)
@@ -282,7 +282,7 @@ def test_mixtures_of_experts_are_kept_but_do_not_run(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"moe.oam.*inspected, quantized, compared and exported"):
         oazoo.load(path)
     packed = tmp_path / "packed.oam"
-    oazoo.quantize(path, packed, "q8")
+    oazoo.quantize(path, packed, "q8", method="absmax")
     dense, _ = load_oam(path)
     values, loaded = load_oam(packed)
     assert loaded == config

@@ -49,7 +49,7 @@ def test_packed_models(name: str, to: str, converted: Converted, tmp_path: Path)
     """Width 48 and 64 × 96 rows: blocks of 32 that run across rows, in every product, the embedding and the head."""
     ids, _ = reference(name)
     path = tmp_path / "packed.oam"
-    oazoo.quantize(converted(name), path, to)
+    oazoo.quantize(converted(name), path, to, method="absmax")
     params, config = load_oam(path)
     row = ids if ids.ndim == 1 else ids[0]
     got = oazoo.load(path).logits(row)
@@ -87,7 +87,7 @@ def test_no_setting_changes_the_answer(
     ids = [int(i) for i in reference(name)[0][0]]
     dense = converted(name)
     packed = tmp_path / "packed.oam"
-    oazoo.quantize(dense, packed, "q8")
+    oazoo.quantize(dense, packed, "q8", method="absmax")
     for path in (dense, packed):
         wanted = oazoo.load(path).logits(np.array(ids))
         got = in_a_process(path, ids, **environment)

@@ -78,7 +78,7 @@ def test_prompts_and_decoding(family: str, tied: bool, to: str, tmp_path: Path) 
     config = config_of(family, tied)
     write_model(tmp_path / "dense.oam", config)
     path = tmp_path / "packed.oam"
-    oazoo.quantize(tmp_path / "dense.oam", path, to)
+    oazoo.quantize(tmp_path / "dense.oam", path, to, method="absmax")
     with OamSource(path) as source:
         encodings = {name: tensor.info.encoding for name, tensor in source.items()}
         for name, tensor in source.items():
@@ -117,8 +117,8 @@ def test_a_mix_of_encodings_in_one_model(family: str, tmp_path: Path) -> None:
     write_model(dense, config)
     keep = ["*.mlp.up.*", "*.mlp.down.*", "embed*", "*.1.*"]
     keep.append("*.attn.v.*" if family == "decoder" else "positions*")
-    oazoo.quantize(dense, mixed, "q4", keep=keep)
-    oazoo.quantize(mixed, path, "q8", keep=["*.1.mlp.*", "head.weight"])
+    oazoo.quantize(dense, mixed, "q4", keep=keep, method="absmax")
+    oazoo.quantize(mixed, path, "q8", keep=["*.1.mlp.*", "head.weight"], method="absmax")
     with OamSource(path) as source:
         used = {t.info.encoding for t in source.values() if len(t.info.shape) == 2}
     assert used == {"f32", "q8", "q4"}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from gradient_checks import F64, check, normal
 
 from oazoo.errors import DeviceError
 from oazoo.formats.quant import decode
@@ -16,59 +16,15 @@ from oazoo.runtime import Tensor, get_device
 from oazoo.runtime.ops import arithmetic, unary
 from oazoo.runtime.ops.activation import activate, activate_gated, softcap
 from oazoo.runtime.ops.common import eight_lanes
-from oazoo.runtime.ops.elementwise import add
+from oazoo.runtime.ops.elementwise import add, dequantize
 from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.linear import gated, linear
 from oazoo.runtime.ops.loss import cross_entropy
-from oazoo.runtime.ops.norm import layer_norm, rms_norm
+from oazoo.runtime.ops.norm import layer_norm, query_key_norm, rms_norm
 from oazoo.runtime.ops.pack import pack
 from oazoo.runtime.ops.product import input_gradient, weight_gradient
 from oazoo.runtime.ops.sequences import attend, rotate
 from oazoo.runtime.tape import GradientTape, detach, no_grad
-
-F64 = npt.NDArray[np.float64]
-RNG = np.random.default_rng(20)
-
-
-def normal(*shape: int) -> npt.NDArray[np.float32]:
-    return RNG.standard_normal(shape).astype(np.float32)
-
-
-def check(
-    device_form: Callable[..., Tensor],
-    numpy_form: Callable[..., F64],
-    arrays: Sequence[npt.NDArray[np.float32]],
-    *,
-    tolerance: float = 2e-4,
-    seed: int = 3,
-) -> None:
-    """Value and gradients of ``sum(form(arrays) * c)`` for fixed random c, against float64 differences."""
-    tensors = [Tensor.from_numpy(get_device(), a) for a in arrays]
-    for tensor in tensors:
-        tensor.requires_grad = True
-    with GradientTape() as tape:
-        y = device_form(*tensors)
-    wide = [a.astype(np.float64) for a in arrays]
-    wanted = numpy_form(*wide)
-    np.testing.assert_allclose(y.numpy(), wanted, rtol=1e-4, atol=1e-5)
-    c = np.random.default_rng(seed).standard_normal(wanted.shape)
-    tape.backward(y, Tensor.from_numpy(get_device(), c.astype(np.float32)))
-    c = c.astype(np.float32).astype(np.float64)
-    for index, tensor in enumerate(tensors):
-        assert tensor.grad is not None
-        found = tensor.grad.numpy().astype(np.float64)
-        numeric = np.empty_like(wide[index])
-        flat, out = wide[index].reshape(-1), numeric.reshape(-1)
-        for i in range(flat.size):
-            before, h = flat[i], 1e-5 * max(1.0, abs(flat[i]))
-            flat[i] = before + h
-            above = float((numpy_form(*wide) * c).sum())
-            flat[i] = before - h
-            below = float((numpy_form(*wide) * c).sum())
-            flat[i] = before
-            out[i] = (above - below) / (2 * h)
-        scale = max(float(np.abs(numeric).max()), 1e-3)
-        assert np.abs(found - numeric).max() <= tolerance * scale, f"input {index}"
 
 
 def gelu_tanh(x: F64) -> F64:
@@ -92,6 +48,7 @@ UNARY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[F64], F64]]] = {
     "silu": (lambda x: activate(x, "silu"), silu),
     "softplus": (unary.softplus, lambda x: np.logaddexp(0, x)),
     "mish": (unary.mish, lambda x: x * np.tanh(np.logaddexp(0, x))),
+    "softcap": (lambda x: softcap(x, 1.5), lambda x: 1.5 * np.tanh(x / 1.5)),
     "gelu_tanh": (lambda x: activate(x, "gelu_tanh"), gelu_tanh),
     "gelu_erf": (lambda x: activate(x, "gelu"), gelu_erf),
 }
@@ -144,6 +101,26 @@ def test_norms(variant: str | None, shape: tuple[int, int]) -> None:
     check(lambda x, w: layer_norm(x, w, None, 1e-5, variant=variant), layer, [x, w])
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_query_key_norm(whole: bool) -> None:
+    rows, heads, kv, dims = 3, 2, 1, 4
+
+    def numpy_form(x: F64, q: F64, k: F64) -> F64:
+        y = x.copy()
+        for first, count, w in ((0, heads, q), (heads, kv, k)):
+            columns = slice(first * dims, (first + count) * dims)
+            part = y[:, columns] if whole else y[:, columns].reshape(rows, count, dims)
+            y[:, columns] = rms(part, w).reshape(rows, count * dims)
+        return y
+
+    weights = [normal(heads * dims), normal(kv * dims)] if whole else [normal(dims), normal(dims)]
+    check(
+        lambda x, q, k: query_key_norm(x, q, k, heads, kv, 1e-5),
+        numpy_form,
+        [normal(rows, (heads + 2 * kv) * dims), *weights],
+    )
+
+
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 7, 3), (9, 32, 16), (33, 32, 24)])
 def test_linear(rows: int, inputs: int, outputs: int) -> None:
     x, w, b, r = normal(rows, inputs), normal(outputs, inputs), normal(outputs), normal(rows, outputs)
@@ -173,18 +150,25 @@ def test_fused_projections_and_folded_norms() -> None:
     )
 
 
-@pytest.mark.parametrize("encoding", ["f16", "bf16", "q8", "q4"])
-@pytest.mark.parametrize("rows", [2, 40])
-def test_gradients_pass_through_frozen_weights(encoding: str, rows: int) -> None:
+def frozen(encoding: str, outputs: int, inputs: int) -> tuple[Tensor, F64]:
+    """A weight that does not learn, and the values that it stands for."""
     device = get_device()
-    w = normal(24, 64)
+    w = normal(outputs, inputs)
     if encoding in ("q8", "q4"):
         weight = pack(Tensor.from_numpy(device, w), encoding)
-        values = np.asarray(decode(raw(weight), encoding, 24 * 64), np.float64).reshape(24, 64)
-    else:
-        weight = Tensor.from_numpy(device, w, dtype=encoding)
-        values = weight.numpy().astype(np.float64)
-    x, dy = Tensor.from_numpy(device, normal(rows, 64)), normal(rows, 24)
+        return weight, np.asarray(decode(raw(weight), encoding, w.size), np.float64).reshape(w.shape)
+    weight = Tensor.from_numpy(device, w, dtype=encoding)
+    return weight, weight.numpy().astype(np.float64)
+
+
+@pytest.mark.parametrize("encoding", ["f16", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 64), (7, 33), (1, 31)])
+def test_gradients_pass_through_frozen_weights(encoding: str, rows: int, outputs: int, inputs: int) -> None:
+    """Also where rows are no multiple of 32: blocks run across rows, and the last one is short."""
+    device = get_device()
+    weight, values = frozen(encoding, outputs, inputs)
+    x, dy = Tensor.from_numpy(device, normal(rows, inputs)), normal(rows, outputs)
     x.requires_grad = True
     with GradientTape() as tape:
         y = linear(x, weight)
@@ -192,6 +176,32 @@ def test_gradients_pass_through_frozen_weights(encoding: str, rows: int) -> None
     assert x.grad is not None and weight.grad is None
     np.testing.assert_allclose(y.numpy(), x.numpy().astype(np.float64) @ values.T, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(x.grad.numpy(), dy.astype(np.float64) @ values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", ["q8", "q4"])
+def test_a_frozen_feed_forward_with_an_adapter_beside_it(encoding: str) -> None:
+    """Fine-tuning on a frozen base: embedding, gate, up and head packed, rows of odd length, a dense product that learns."""
+    device = get_device()
+    table, rows = frozen(encoding, 11, 35)
+    gate, gate_values = frozen(encoding, 13, 35)
+    up, up_values = frozen(encoding, 13, 35)
+    down, down_values = frozen(encoding, 35, 13)
+    ids = np.array([3, 0, 10, 3, 6], np.int32)
+
+    def ours(a: Tensor, n: Tensor) -> Tensor:
+        x = add(
+            linear(embedding(Tensor.from_numpy(device, ids), table), a),
+            embedding(Tensor.from_numpy(device, ids), table),
+        )
+        return linear(linear(gated(x, gate, up, norm=n, eps=1e-5), down, residual=x), table)
+
+    def numpys(a: F64, n: F64) -> F64:
+        x = rows[ids] @ a.T + rows[ids]
+        y = silu(rms(x, n) @ gate_values.T) * (rms(x, n) @ up_values.T)
+        result: F64 = (y @ down_values.T + x) @ rows.T
+        return result
+
+    check(ours, numpys, [normal(35, 35) / 6, normal(35)])
 
 
 def raw(tensor: Tensor) -> Any:
@@ -321,13 +331,41 @@ def test_embedding_adds_up_repeated_rows() -> None:
     ids = np.array([3, 0, 3, 3, 6, 1] * 25, np.int32)
     device_ids = Tensor.from_numpy(get_device(), ids)
     check(lambda table: embedding(device_ids, table), lambda table: table[ids], [normal(7, 5)])
+    check(lambda t: embedding(device_ids, t, scale=2.5), lambda t: 2.5 * t[ids], [normal(7, 5)])
+    wide = normal(60, 200)  # more rows than tokens, of more than a workgroup's columns
+    few = Tensor.from_numpy(get_device(), ids[:9])
+    weights = Tensor.from_numpy(get_device(), wide)
+    weights.requires_grad = True
+    with GradientTape() as tape:
+        y = embedding(few, weights)
+    dy = normal(9, 200)
+    tape.backward(y, Tensor.from_numpy(get_device(), dy))
+    wanted = np.zeros((60, 200))
+    np.add.at(wanted, ids[:9], dy.astype(np.float64))
+    assert weights.grad is not None
+    np.testing.assert_allclose(weights.grad.numpy(), wanted, rtol=1e-5, atol=1e-6)
+    for kind in ("u32", "u8"):
+        others = Tensor.from_numpy(get_device(), ids[:-1], dtype=kind)
+        check(lambda t, others=others: embedding(others, t), lambda t: t[ids[:-1]], [normal(7, 5)])
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+def test_learned_positions(rows: int) -> None:
+    ids = np.array([3, 0, 3, 2, 6, 1, 5, 5, 4, 3, 2, 1], np.int32)
+    device_ids = Tensor.from_numpy(get_device(), ids)
+    check(
+        lambda table, places: embedding(device_ids, table, places, period=4, scale=0.5),
+        lambda table, places: 0.5 * table[ids] + np.tile(places[:4], (3, 1)),
+        [normal(7, 5), normal(rows, 5)],
+    )
 
 
 @pytest.mark.parametrize("variant", [None, "group32"])
-def test_cross_entropy(variant: str | None) -> None:
+@pytest.mark.parametrize("kind", ["i32", "u32", "u8"])
+def test_cross_entropy(kind: str, variant: str | None) -> None:
     targets = np.array([0, 6, 2, 2, 5], np.int32)
     mask = np.array([1, 0, 1, 0.5, 1], np.float32)
-    device_targets = Tensor.from_numpy(get_device(), targets)
+    device_targets = Tensor.from_numpy(get_device(), targets, dtype=kind)
     device_mask = Tensor.from_numpy(get_device(), mask)
 
     def entropy(x: F64) -> F64:
@@ -346,11 +384,14 @@ def test_cross_entropy(variant: str | None) -> None:
     )
 
 
-@pytest.mark.parametrize("target", [7, -1, 2**31 - 1])
-def test_a_target_outside_the_classes_is_nan_unless_masked(target: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [(np.int32, 7), (np.int32, -1), (np.int32, 2**31 - 1), (np.uint32, 2**32 - 1), (np.uint8, 7)],
+)
+def test_a_target_outside_the_classes_is_nan_unless_masked(kind: type[np.integer], target: int) -> None:
     device = get_device()
     logits = Tensor.from_numpy(device, normal(3, 7))
-    targets = Tensor.from_numpy(device, np.array([1, target, 2], np.int32))
+    targets = Tensor.from_numpy(device, np.array([1, target, 2], kind))
     mask = Tensor.from_numpy(device, np.array([1, 0, 1], np.float32))
     assert np.isnan(cross_entropy(logits, targets).numpy()).all()
     logits.requires_grad = True
@@ -368,6 +409,9 @@ def test_sums_means_views_and_columns() -> None:
     check(lambda x: arithmetic.scaled(x, -2.5), lambda x: -2.5 * x, [normal(4, 3)])
     check(lambda x: arithmetic.reshaped(x, 6, 2), lambda x: x.reshape(6, 2), [normal(3, 4)])
     check(lambda a, b: add(a, b), lambda a, b: a + b, [normal(3, 4), normal(3, 4)])
+    check(arithmetic.multiply, lambda a, b: a * b, [normal(3, 4), normal(3, 4)])
+    check(lambda x: arithmetic.multiply(x, x), lambda x: x * x, [normal(70)])
+    check(arithmetic.swap_axes, lambda x: x.swapaxes(1, 2), [normal(2, 3, 40)])
     check(
         lambda x: arithmetic.join_columns(arithmetic.split_columns(x, [3, 1, 2])[::-1]),
         lambda x: np.concatenate([x[:, 4:], x[:, 3:4], x[:, :3]], axis=1),
@@ -415,10 +459,10 @@ def test_an_op_without_a_gradient_fails_at_once() -> None:
     x = Tensor.from_numpy(get_device(), normal(4))
     x.requires_grad = True
     with GradientTape():
-        with pytest.raises(DeviceError, match="softcap has no gradient"):
-            softcap(x, 2.0)
+        with pytest.raises(DeviceError, match="dequantize has no gradient"):
+            dequantize(x)
         with no_grad():
-            softcap(x, 2.0)
+            dequantize(x)
 
 
 def test_misuse_of_a_tape() -> None:

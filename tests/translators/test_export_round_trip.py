@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from checkpoints import GPT2, LLAMA, gpt2_tensors, llama_folder, llama_tensors, write_hf
 from exported import gguf_bytes, gguf_values, oam_bytes, oam_values, packed_oam, safetensors_bytes
-from model_goldens import GGUF, HF, NOT_GGUF, source_path
+from model_goldens import HF, NOT_GGUF, source_path
 from reference_models import load_oam, logits
 from tokenizers import Tokenizer
 
@@ -19,45 +19,17 @@ from oazoo.translators import convert
 from oazoo.translators.assets import PROBE
 from oazoo.translators.export import export
 
-OUTPUTS = ("folder", "one.safetensors", "model.gguf")
 
-
-@pytest.mark.parametrize(
-    ("name", "output"),
-    [(n, o) for n in (*HF, *GGUF) for o in OUTPUTS if not (n in NOT_GGUF and o.endswith(".gguf"))],
-)
-def test_every_golden_out_and_back(name: str, output: str, tmp_path: Path) -> None:
-    convert(source_path(name), tmp_path / "first.oam")
-    before = (tmp_path / "first.oam").read_bytes()
-    report = export(tmp_path / "first.oam", tmp_path / output)
-    assert (tmp_path / "first.oam").read_bytes() == before
-    convert(tmp_path / output, tmp_path / "second.oam")
-    first, second = oam_bytes(tmp_path / "first.oam"), oam_bytes(tmp_path / "second.oam")
-    assert list(first) == list(second)
-    packed = name in ("Q4_0", "Q8_0") and output != "model.gguf"
-    for key, (encoding, shape, data) in first.items():
-        vector = len(shape) < 2 or key == "positions.weight"
-        if (output == "model.gguf" and vector) or packed:
-            continue  # GGUF holds these in f32, SafeTensors packed weights in f16: values are compared below
-        assert second[key] == (encoding, shape, data), key
-    a, b = oam_values(tmp_path / "first.oam"), oam_values(tmp_path / "second.oam")
-    config, again = load_oam(tmp_path / "first.oam")[1], load_oam(tmp_path / "second.oam")[1]
-    moved = set()
-    for key in a:
-        if getattr(config, "norm_offset", 0.0) != getattr(again, "norm_offset", 0.0) and a[key].ndim == 1:
-            # Gemma's norms: w that means 1 + w here, the sum there; the sum is what both compute with.
-            x, y = (
-                v[key].astype(np.float32) + np.float32(c.norm_offset) for v, c in ((a, config), (b, again))
-            )
-            assert np.array_equal(x, y), key
-            if not np.array_equal(y.astype(np.float64) - config.norm_offset, a[key]):
-                moved.add(key)  # the sum has fewer bits than w
-            continue
-        wanted = a[key].astype(np.float16).astype(np.float64) if packed and a[key].ndim > 1 else a[key]
-        assert np.array_equal(wanted, b[key]), key
-    assert bool(report.rounded) == (packed or bool(moved))
-    assert not moved or {source for tensor in report.rounded for source in tensor.sources} == moved
-    assert type(config) is type(again) and config.vocab_size == again.vocab_size
+@pytest.mark.parametrize("kind", ("Q4_0", "Q8_0"))
+def test_packed_goldens_become_f16_in_safetensors(kind: str, tmp_path: Path) -> None:
+    convert(source_path(kind), tmp_path / "m.oam")
+    report = export(tmp_path / "m.oam", tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "again.oam")
+    before, after = oam_values(tmp_path / "m.oam"), oam_values(tmp_path / "again.oam")
+    assert report.rounded and list(before) == list(after)
+    for key, value in before.items():
+        wanted = value.astype(np.float16).astype(np.float64) if value.ndim > 1 else value
+        assert np.array_equal(after[key], wanted), key
 
 
 @pytest.mark.parametrize("name", NOT_GGUF)

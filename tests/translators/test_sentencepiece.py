@@ -9,80 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import LLAMA, gguf_names, llama_folder, llama_metadata, llama_tensors, write_gguf
+from sentencepiece_models import ALPHABET, CORPUS, gguf_metadata, reference_encode, vocabulary
 from tokenizers import Tokenizer
 
 from oazoo.errors import TokenizerError
 from oazoo.formats.detect import open_source
 from oazoo.translators import convert
 from oazoo.translators.sentencepiece_bpe import (
-    BYTE,
-    CONTROL,
     NORMAL,
-    UNKNOWN,
     USER_DEFINED,
     Vocabulary,
     build,
 )
 from oazoo.translators.sentencepiece_model import build as build_model
 from oazoo.translators.settings import Settings
-
-CORPUS = "the cat sat on the mat and the other cat ate the hat that the rat had; naïve café " * 3
-ALPHABET = "▁abcdefghijklmnopqrstuvwxyzéï.;"
-
-
-def vocabulary(merges: int = 60, space_prefix: bool = True) -> Vocabulary:
-    """Pieces as SentencePiece numbers them: unknown, control, bytes, joined pieces by rank, single characters."""
-    words = ["▁" + word for word in CORPUS.split()]
-    splits = {word: list(word) for word in words}
-    joined: list[str] = []
-    while len(joined) < merges:
-        counts: dict[tuple[str, str], int] = {}
-        for word in words:
-            for pair in zip(splits[word], splits[word][1:]):
-                counts[pair] = counts.get(pair, 0) + 1
-        if not counts:
-            break
-        best = max(sorted(counts), key=lambda pair: counts[pair])
-        if "".join(best) not in joined:
-            joined.append("".join(best))
-        for word, parts in splits.items():
-            at = 0
-            while at + 1 < len(parts):
-                if (parts[at], parts[at + 1]) == best:
-                    parts[at : at + 2] = ["".join(best)]
-                at += 1
-            splits[word] = parts
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *joined, *ALPHABET]
-    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(joined) + len(ALPHABET))]
-    scores = [0.0] * 259 + [-float(rank) for rank in range(len(joined) + len(ALPHABET))]
-    return Vocabulary(pieces, scores, types, space_prefix)
-
-
-def reference_encode(v: Vocabulary, text: str) -> list[int]:
-    """Of all neighbours that form a piece, join the pair of the highest score, the leftmost of equals,
-    until none is left; what is not a piece becomes its UTF-8 bytes."""
-    ids = {piece: number for number, piece in enumerate(v.pieces)}
-    if not text:
-        return []
-    text = text.replace(" ", "▁")
-    parts = list("▁" + text if v.space_prefix else text)
-    while True:
-        best = None
-        for at in range(len(parts) - 1):
-            number = ids.get(parts[at] + parts[at + 1])
-            if (
-                number is not None
-                and v.types[number] == NORMAL
-                and (best is None or v.scores[number] > best[0])
-            ):
-                best = (v.scores[number], at)
-        if best is None:
-            break
-        parts[best[1] : best[1] + 2] = ["".join(parts[best[1] : best[1] + 2])]
-    result: list[int] = []
-    for part in parts:
-        result += [ids[part]] if part in ids else [3 + byte for byte in part.encode()]
-    return result
 
 
 def made(v: Vocabulary) -> Tokenizer:
@@ -126,17 +66,6 @@ def test_user_defined_piece_with_a_space_is_refused() -> None:
     grown = Vocabulary([*v.pieces, "▁▁x"], [*v.scores, 0.0], [*v.types, USER_DEFINED])
     with pytest.raises(TokenizerError, match="user-defined"):
         build(grown, "v", prefix=None, suffix=None)
-
-
-def gguf_metadata(v: Vocabulary) -> dict[str, Any]:
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": list(v.pieces),
-        "tokenizer.ggml.scores": list(v.scores),
-        "tokenizer.ggml.token_type": list(v.types),
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
 
 
 def test_from_gguf(tmp_path: Path) -> None:

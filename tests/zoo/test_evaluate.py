@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {name: folder / f"{name}.oam" for name in ("f32", "q8", "q4")}
     oazoo.convert(source_path("F32"), paths["f32"])
     for to in ("q8", "q4"):
-        oazoo.quantize(paths["f32"], paths[to], to)
+        oazoo.quantize(paths["f32"], paths[to], to, method="absmax")
     return paths
 
 

@@ -39,7 +39,7 @@ def test_rows_of_any_length(tmp_path: Path, to: str) -> None:
     shapes = {"a": (3, 33), "b": (1, 31), "c": (7, 1), "flat": (5,), "none": (2, 0)}
     tensors = {name: rng.normal(size=shape).astype(np.float32) + 3 for name, shape in shapes.items()}
     source = write(tmp_path / "in.oam", tensors)
-    report = oazoo.quantize(source, tmp_path / "out.oam", to)
+    report = oazoo.quantize(source, tmp_path / "out.oam", to, method="absmax")
     kept = {t.name: (t.target, t.bytes_after, t.reason) for t in report.tensors if t.reason}
     assert kept == {
         "flat": ("f32", 20, "fewer than 2 dimensions"),
@@ -61,9 +61,10 @@ def test_rows_of_any_length(tmp_path: Path, to: str) -> None:
             assert scales[-1] == tail.max() / np.float32(TOP[to])
 
 
+@pytest.mark.parametrize("method", ["absmax", "search"])
 @pytest.mark.parametrize("to", ["q8", "q4"])
-def test_extreme_values_through_a_file(tmp_path: Path, to: str) -> None:
-    """QZ-03: tiny blocks keep their values to the precision of a block, huge ones stay finite."""
+def test_extreme_values_through_a_file(tmp_path: Path, to: str, method: str) -> None:
+    """QZ-03: tiny blocks keep their values to the precision of a block, huge ones stay finite, by every method."""
     rows = np.zeros((6, 32), np.float32)
     rows[0] = -0.0
     rows[1] = 1e30 * np.linspace(-1, 1, 32)
@@ -73,18 +74,21 @@ def test_extreme_values_through_a_file(tmp_path: Path, to: str) -> None:
     rows[4] = 1e-3
     rows[5] = 3.4e38
     source = write(tmp_path / "in.oam", {"w": rows})
-    oazoo.quantize(source, tmp_path / "out.oam", to)
+    oazoo.quantize(source, tmp_path / "out.oam", to, method=method)
     with OamSource(tmp_path / "out.oam") as packed:
         got = packed["w"].numpy().astype(np.float64)
     step = np.abs(rows.astype(np.float64)).max(1, keepdims=True) / TOP[to]
     assert np.all(np.isfinite(got)) and np.all(got[0] == 0)
-    assert np.all(np.abs(got - rows) <= step * 0.5000001)
+    if method == "absmax":
+        assert np.all(np.abs(got - rows) <= step * 0.5000001)
+    # A uniform error of half a step is what a block's sum of squares may reach.
+    assert np.all(((got - rows) ** 2).sum(1) <= 32 * (step[:, 0] * 0.5000001) ** 2)
     assert np.abs(got[4] / 1e-3 - 1).max() < 1e-6  # the outlier is in another block
     for bad in (np.nan, np.inf, -np.inf):
         rows[2, 9] = bad
         source = write(tmp_path / f"{bad}.oam", {"w": rows})
         with pytest.raises(FormatError, match="'w' holds values that are not finite: 1 from element 73 on"):
-            oazoo.quantize(source, tmp_path / "bad.oam", to)
+            oazoo.quantize(source, tmp_path / "bad.oam", to, method=method)
         assert not (tmp_path / "bad.oam").exists()
 
 
@@ -92,8 +96,8 @@ def test_files_of_one_source_are_told_apart(tmp_path: Path) -> None:
     """QZ-05: a file records how it was made and from what; `diff` names the tensors and the options that differ."""
     dense, one, two = (tmp_path / f"{name}.oam" for name in ("dense", "one", "two"))
     oazoo.convert(source_path("F32"), dense)
-    oazoo.quantize(dense, one, "q4")
-    oazoo.quantize(dense, two, "q4", keep=["*.attn.v.weight"])
+    oazoo.quantize(dense, one, "q4", method="absmax")
+    oazoo.quantize(dense, two, "q4", keep=["*.attn.v.weight"], method="absmax")
     with OamSource(dense) as source, OamSource(one) as packed:
         note = packed.metadata["quantization"]
         assert note["source_weights"] == source.weights_checksum
@@ -113,9 +117,9 @@ def test_an_embedding_that_is_kept_keeps_its_tied_head(tmp_path: Path) -> None:
     oazoo.convert(source_path("llama_tied_bf16"), dense)
     for pattern in ("emebd*", "lm_head*"):
         with pytest.raises(UsageError, match="matches no tensor"):
-            oazoo.quantize(dense, out, "q4", keep=[pattern])
+            oazoo.quantize(dense, out, "q4", keep=[pattern], method="absmax")
     assert not out.exists()
-    oazoo.quantize(dense, out, "q4", keep=["embed*"])
+    oazoo.quantize(dense, out, "q4", keep=["embed*"], method="absmax")
     with OamSource(out) as packed, OamSource(dense) as source:
         assert "head.weight" not in packed
         assert packed["embed.weight"].raw().tobytes() == source["embed.weight"].raw().tobytes()

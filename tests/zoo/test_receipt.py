@@ -47,12 +47,12 @@ def run(*arguments: object) -> Result:
 
 
 def pack(source: Path, to: str = "q4") -> Callable[[Path], Any]:
-    return lambda path: oazoo.quantize(source, path, to)
+    return lambda path: oazoo.quantize(source, path, to, method="absmax")
 
 
 def test_a_receipt_made_with_the_file(dense: Path, text: Path, tmp_path: Path, oamref: Any) -> None:
     out = tmp_path / "q4.oam"
-    done = run("quantize", dense, "-o", out, "--to", "q4", "--receipt", "--eval-text", text,
+    done = run("quantize", dense, "-o", out, "--to", "q4", "--method", "absmax", "--receipt", "--eval-text", text,
                "--eval-context", 32, "--json")  # fmt: skip
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
@@ -77,7 +77,7 @@ def test_a_receipt_made_with_the_file(dense: Path, text: Path, tmp_path: Path, o
     assert receipt["perplexity_ratio"] == other.perplexity_ratio and receipt["same_top"] == other.same_top
     assert receipt["made"]["to"] == "q4" and receipt["made"]["method"] == "absmax"
     plain = tmp_path / "plain.oam"
-    oazoo.quantize(dense, plain, "q4")
+    oazoo.quantize(dense, plain, "q4", method="absmax")
     assert oamref.load(out)["weights"] == oamref.load(plain)["weights"]
     shown = run("inspect", out).stdout
     assert "belongs to these weights: yes" in shown and f"{other.perplexity_ratio:.5f}" in shown
@@ -86,7 +86,7 @@ def test_a_receipt_made_with_the_file(dense: Path, text: Path, tmp_path: Path, o
 
 def test_a_receipt_added_later_and_again(dense: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "q8.oam"
-    oazoo.quantize(dense, out, "q8")
+    oazoo.quantize(dense, out, "q8", method="absmax")
     assert "quality receipt: none" in run("inspect", out).stdout and inspect(out)["receipt"] is None
     with OamSource(out) as source:
         weights = source.weights_checksum
@@ -105,7 +105,7 @@ def test_a_receipt_added_later_and_again(dense: Path, text: Path, tmp_path: Path
 def test_a_receipt_of_other_weights_is_told(dense: Path, tmp_path: Path) -> None:
     q4, q8 = tmp_path / "q4.oam", tmp_path / "q8.oam"
     quantize_measured(dense, q4, pack(dense), TEXT, context=32)
-    oazoo.quantize(dense, q8, "q8")
+    oazoo.quantize(dense, q8, "q8", method="absmax")
     with OamSource(q4) as measured, OamSource(q8) as source:
         forged = json.dumps({**source.metadata, "receipt": measured.metadata["receipt"]}).encode()
         write_with_payload(source, q8, forged, overwrite=True)
@@ -140,7 +140,20 @@ def test_what_somebody_else_calls_a_receipt_is_shown_and_never_believed(
 def test_gates(dense: Path, text: Path, tmp_path: Path) -> None:
     """QZ-04: a limit that is exceeded is exit status 1, nothing is written, and what was there stays."""
     out = tmp_path / "q4.oam"
-    base = ["quantize", dense, "-o", out, "--to", "q4", "--eval-text", text, "--eval-context", 32]
+    base = [
+        "quantize",
+        dense,
+        "-o",
+        out,
+        "--to",
+        "q4",
+        "--method",
+        "absmax",
+        "--eval-text",
+        text,
+        "--eval-context",
+        32,
+    ]
     before = sorted(tmp_path.iterdir())
     done = run(*base, "--max-kl", "1e-12")
     assert done.exit_code == 1 and "allowed (--max-kl)" in done.stderr
@@ -191,7 +204,7 @@ def test_an_outlier_channel_fails_q4_and_passes_q8(dense: Path, tmp_path: Path) 
 
 def test_misuse(dense: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.oam"
-    base = ["quantize", dense, "-o", out, "--to", "q4"]
+    base = ["quantize", dense, "-o", out, "--to", "q4", "--method", "absmax"]
     for arguments, message in (
         ([*base, "--receipt"], "--eval-text FILE"),
         ([*base, "--max-kl", "0.1"], "--eval-text FILE"),

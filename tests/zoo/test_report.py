@@ -41,7 +41,7 @@ def write(path: Path, tensors: dict[str, npt.NDArray[Any]], payload: bytes = b'{
 
 def errors_of(tmp_path: Path, tensors: dict[str, npt.NDArray[Any]], to: str) -> dict[str, TensorError]:
     source = write(tmp_path / "in.oam", tensors)
-    oazoo.quantize(source, tmp_path / "out.oam", to)
+    oazoo.quantize(source, tmp_path / "out.oam", to, method="absmax")
     with OamSource(source) as before, OamSource(tmp_path / "out.oam") as after:
         return {error.name: error for error in tensor_errors(before, after)}
 
@@ -142,7 +142,20 @@ def test_a_page_on_a_model(tmp_path: Path) -> None:
     dense, packed, page = tmp_path / "dense.oam", tmp_path / "q4.oam", tmp_path / "page.html"
     oazoo.convert(source_path("F32"), dense)
     done = CliRunner().invoke(
-        main, ["quantize", str(dense), "-o", str(packed), "--to", "q4", "--report", str(page), "--json"]
+        main,
+        [
+            "quantize",
+            str(dense),
+            "-o",
+            str(packed),
+            "--to",
+            "q4",
+            "--method",
+            "absmax",
+            "--report",
+            str(page),
+            "--json",
+        ],
     )
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)["report"]
@@ -184,7 +197,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     tensors = {EVIL: rng.normal(size=(4, 40)).astype(np.float32), "b": np.ones((2, 32), np.float32)}
     source = write(tmp_path / "<b>in&.oam", tensors, json.dumps({"oazoo": EVIL}).encode())
     packed = tmp_path / "out'><script>.oam"
-    oazoo.quantize(source, packed, "q8")
+    oazoo.quantize(source, packed, "q8", method="absmax")
     page = tmp_path / "page.html"
     report = write_report(source, packed, page)
     content = page.read_text("utf-8")
@@ -202,7 +215,18 @@ def test_with_a_receipt(tmp_path: Path) -> None:
     oazoo.convert(source_path("F32"), dense)
     text = tmp_path / "text.txt"
     text.write_text("A ferry came in at noon, and the men who mended nets looked up from their work. " * 4)
-    base = ["quantize", str(dense), "-o", str(packed), "--to", "q8", "--report", str(page)]
+    base = [
+        "quantize",
+        str(dense),
+        "-o",
+        str(packed),
+        "--to",
+        "q8",
+        "--method",
+        "absmax",
+        "--report",
+        str(page),
+    ]
     done = CliRunner().invoke(main, [*base, "--receipt", "--eval-text", str(text), "--eval-context", "32"])
     assert done.exit_code == 0, done.output
     seen = Page(page.read_text("utf-8"))
@@ -212,7 +236,7 @@ def test_with_a_receipt(tmp_path: Path) -> None:
 def test_refusals_come_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "in.oam", {"w": np.ones((2, 32), np.float32)})
     out, page = tmp_path / "out.oam", tmp_path / "page.html"
-    base = ["quantize", str(source), "-o", str(out), "--to", "q8", "--report"]
+    base = ["quantize", str(source), "-o", str(out), "--to", "q8", "--method", "absmax", "--report"]
     page.write_text("mine")
     for report, message in (
         (page, "exists already"),
@@ -226,7 +250,7 @@ def test_refusals_come_before_the_work(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setitem(sys.modules, "matplotlib", None)
         done = CliRunner().invoke(main, [*base, str(tmp_path / "new.html")])
         assert done.exit_code == 2 and "pip install 'oazoo[report]'" in done.stderr and not out.exists()
-    oazoo.quantize(source, out, "q8")
+    oazoo.quantize(source, out, "q8", method="absmax")
     with pytest.raises(UsageError, match="exists already"):
         write_report(source, out, page)
     with pytest.raises(OutputError, match="no such folder"):

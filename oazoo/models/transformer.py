@@ -1,0 +1,86 @@
+"""OA's Transformer: as GPT-2, with separate q, k and v and a head of its own."""
+
+from __future__ import annotations
+
+from oazoo.configs import TransformerConfig
+from oazoo.models.cache import KVCache
+from oazoo.models.nanogpt import mixed, positioned
+from oazoo.models.sequences import Context, Sequences
+from oazoo.models.session import CausalModel, Layer
+from oazoo.nn.blocks import MLP
+from oazoo.nn.dropout import Dropout
+from oazoo.nn.layers import Embedding, LayerNorm, Linear, project
+from oazoo.nn.module import Module, ModuleList
+from oazoo.runtime import Device, Tensor
+from oazoo.runtime.ops.elementwise import add
+
+
+class Attention(Module):
+    """Causal self-attention; positions are in the embedding, so nothing is rotated."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        hidden = config.hidden_size
+        self.q = Linear(hidden, hidden)
+        self.k = Linear(hidden, hidden)
+        self.v = Linear(hidden, hidden)
+        self.o = Linear(hidden, hidden)
+        self._heads = config.num_heads
+        self._layer = layer
+
+    def __call__(self, x: Tensor, norm: LayerNorm, residual: Tensor | None, context: Context) -> Tensor:
+        """``residual + o(attention(norm(x)))``, f32 [tokens, hidden]."""
+        qkv = project(x, [self.q, self.k, self.v], norm=norm)
+        return self.o(mixed(qkv, self._heads, self._layer, context), residual=residual)
+
+
+class Block(Layer):
+    """One layer."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
+        self.attn = Attention(config, layer)
+        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.dropout = Dropout(0.0)
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        if self.dropout.training and self.dropout.rate:
+            x = add(x, self.dropout(self.attn(x, self.attn_norm, None, context)))
+            return add(x, self.dropout(self.mlp(self.mlp_norm(x))))
+        x = self.attn(x, self.attn_norm, x, context)
+        return self.mlp(self.mlp_norm(x), residual=x)
+
+
+class Transformer(CausalModel):
+    """The whole model."""
+
+    def __init__(self, config: TransformerConfig, device: Device) -> None:
+        self.config = config
+        self.device = device
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = Embedding(config.max_positions, config.hidden_size)
+        self.dropout = Dropout(0.0)
+        self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps)
+        self.head = Linear(config.hidden_size, config.vocab_size)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        config = self.config
+        return KVCache.create(
+            self.device,
+            layers=config.num_layers,
+            kv_heads=config.num_heads,
+            capacity=capacity,
+            head_dim=config.head_dim,
+        )
+
+    def new_sequences(self, batch: int, tokens: int) -> Sequences:
+        return Sequences.create(self.device, batch, tokens)
+
+    def embed_tokens(self, ids: Tensor, context: Context) -> Tensor:
+        return positioned(self.embed, self.positions, self.dropout, ids, context)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        return project(hidden, [self.head], norm=self.norm)

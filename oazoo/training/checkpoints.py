@@ -1,0 +1,193 @@
+"""The folder of a training run: resumable checkpoints that rotate, and the best model so far.
+
+A checkpoint is one `.oam` file: the weights, the optimizer's section, the tokenizer and other assets, and what the loop
+needs to go on (`asset/training.json`, which other readers ignore). It is written beside its name, flushed and renamed: a
+run that is killed at any moment leaves whole files only; older ones are removed after the new one has its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oazoo.errors import FormatError, OazooError, OutputError, UsageError
+from oazoo.formats.atomic import output_error
+from oazoo.formats.oam import OamSource
+from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
+from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.formats.strict_json import decode_utf8, load_object
+
+if TYPE_CHECKING:
+    from oazoo.training.loop import Trainer
+
+TRAINING_ASSET = "training.json"
+BEST = "best.oam"
+_NAME = re.compile(r"checkpoint-(\d{8})\.oam")
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What a checkpoint says of its model besides the weights: the Config section and the files that travel with it."""
+
+    config: OamConfig
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class RunFolder:
+    """Saves a run into a folder and finds its checkpoints again.
+
+    Args:
+        folder: made if it is missing; its parent must exist.
+        model: what goes into every file.
+        weights: the parameters by name, in order, as files have them.
+        optimizer: the optimizer's section.
+        run: identifies the run in its checkpoints: JSON values that must be equal for it to go on (data, model, settings).
+        keep: resumable checkpoints that are kept.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        model: ModelFile,
+        weights: Callable[[], Mapping[str, Floats]],
+        optimizer: Callable[[], OamOptimizer | None],
+        run: Mapping[str, Any],
+        keep: int = 2,
+    ) -> None:
+        if keep < 1:
+            raise UsageError(f"at least one checkpoint must be kept, not {keep}")
+        self.folder = Path(folder)
+        self._model, self._weights, self._optimizer = model, weights, optimizer
+        self._run, self._keep = dict(run), keep
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise output_error(self.folder, error) from error
+
+    def save(self, trainer: Trainer, *, best: bool) -> str:
+        """Save the run as it stands: as the best model, without what resuming needs, or as a checkpoint."""
+        state = trainer.state
+        path = self.folder / (BEST if best else f"checkpoint-{state.step:08d}.oam")
+        weights = self._weights()
+        assets = dict(self._model.assets)
+        if not best:
+            document = {"run": self._run, "training": trainer.snapshot()}
+            assets[TRAINING_ASSET] = json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+        optimizer = None if best else self._optimizer()
+        progress = OamProgress(
+            phase=1,
+            step=state.step,
+            lr=float(trainer.lr),
+            best_metric=0.0 if state.best_loss is None else state.best_loss,
+            lower_is_better=True,
+            metric_name="validation loss",
+        )
+        entries = [OamEntry(name, values.shape, "f32") for name, values in weights.items()]
+        with OamWriter(
+            path,
+            config=self._model.config,
+            entries=entries,
+            assets=assets,
+            progress=progress,
+            optimizer=optimizer,
+            overwrite=True,
+        ) as writer:
+            for name, values in weights.items():
+                writer.write(name, values)
+        if not best:
+            self._rotate()
+        return str(path)
+
+    def _rotate(self) -> None:
+        for path in checkpoints(self.folder)[: -self._keep]:
+            path.unlink(missing_ok=True)
+
+
+def checkpoints(folder: Path | str) -> list[Path]:
+    """The resumable checkpoints of a run's folder, oldest first."""
+    root = Path(folder)
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_file())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read: weights by name, the optimizer's section, and the loop's snapshot."""
+
+    path: Path
+    weights: dict[str, Floats]
+    optimizer: OamOptimizer | None
+    snapshot: Mapping[str, Any]
+
+
+def read_checkpoint(path: Path | str, run: Mapping[str, Any]) -> Checkpoint:
+    """Read a checkpoint of this very run.
+
+    Raises:
+        FormatError: the file is damaged or no checkpoint.
+        UsageError: it is of another model, other data, or other settings; the message says which.
+    """
+    where = Path(path)
+    with OamSource(where) as source:
+        source.verify()
+        found = source.state.get(f"asset/{TRAINING_ASSET}")
+        if found is None:
+            raise FormatError(f"{where}: holds a model but no training state, so a run cannot go on from it")
+        what = f"{where}: training state"
+        document = load_object(decode_utf8(found.raw().tobytes(), what), what)
+        if not all(isinstance(document.get(key), dict) for key in ("run", "training")):
+            raise FormatError(f"{where}: the training state is damaged: run and training are missing")
+        before = document["run"]
+        differing = sorted(k for k in {*before, *run} if before.get(k) != run.get(k))
+        if differing:
+            name = differing[0]
+            raise UsageError(
+                f"{where}: is a checkpoint of another run: {name} was {_short(before.get(name))}, now it is "
+                f"{_short(run.get(name))}. Resume with what the run was begun with, or begin another in another folder"
+            )
+        weights = {name: np.array(tensor.numpy(), np.float32) for name, tensor in source.items()}
+        # What the file maps goes when it is closed.
+        optimizer = source.optimizer
+        if optimizer is not None:
+            second = None if optimizer.second is None else optimizer.second.copy()
+            optimizer = replace(optimizer, first=optimizer.first.copy(), second=second)
+        return Checkpoint(where, weights, optimizer, document["training"])
+
+
+def latest_checkpoint(
+    folder: Path | str, run: Mapping[str, Any], notify: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest checkpoint of a run that is whole; None if the folder has none. ``notify`` hears of damaged ones.
+
+    Raises:
+        UsageError: the checkpoints are of another run.
+        OutputError: the folder cannot be read.
+    """
+    try:
+        paths = checkpoints(folder)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    for path in reversed(paths):
+        try:
+            return read_checkpoint(path, run)
+        except UsageError:
+            raise
+        except OazooError as error:
+            notify(f"{error}; the checkpoint before it is taken")
+    return None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
