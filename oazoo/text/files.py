@@ -76,16 +76,17 @@ def text_pieces(path: Path) -> Iterator[str]:
     read = 0
     kept = ""
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        block = file.read(_BLOCK_BYTES)
+        while block:
             pending = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block)
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, read - pending + error.start) from None
-            text = text.removeprefix("\ufeff") if read == 0 else text
+            kept += text.removeprefix("\ufeff") if read == 0 else text
             read += len(block)
-            kept += text
-            cut = _last_cut(kept)
+            block = file.read(_BLOCK_BYTES)
+            cut = _last_cut(kept) if block else 0  # what is left at the end is one piece
             if cut:
                 yield kept[:cut]
                 kept = kept[cut:]

@@ -101,6 +101,12 @@ def test_pieces_of_texts_without_lines(tmp_path: Path, text: str) -> None:
     assert "".join(text_pieces(path)) == text
 
 
+def test_a_small_text_is_one_piece(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("some text\nand more\n", newline="")
+    assert list(text_pieces(path)) == ["some text\nand more\n"]
+
+
 @pytest.mark.parametrize(
     ("data", "place"),
     [
