@@ -288,11 +288,10 @@ class _Settings:
                 f"{where}: init_lora_weights = {quoted(start)} has changed the base model's weights, so the adapter "
                 "does not fit the published ones; save it converted to a plain LoRA"
             )
-        self.rank = config.get("r")
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 1 <= self.rank <= MAX_RANK:
-            raise FormatError(
-                f"{where}: r must be a whole number from 1 to {MAX_RANK}, not {str(self.rank)[:40]}"
-            )
+        rank = config.get("r")
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+            raise FormatError(f"{where}: r must be a whole number from 1 to {MAX_RANK}, not {str(rank)[:40]}")
+        self.rank = rank
         self.alpha = self.number("lora_alpha", None)
         self.rslora = self.flag("use_rslora")
         self._ranks, self._alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")

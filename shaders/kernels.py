@@ -142,6 +142,7 @@ def _training() -> dict[str, KernelSpec]:
     for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
+    table["embedding_back_few"] = KernelSpec("train_rows", "embedBackFew")
     for name in ("Sgd", "Adam", "Muon", "Apply"):
         table[f"update_{name.lower()}"] = KernelSpec("optimizer", f"update<{name}>")
     for name, entry in OPTIMIZER_PARTS.items():

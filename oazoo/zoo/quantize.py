@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from oazoo import __version__
 from oazoo.errors import FormatError, OazooError, UsageError
-from oazoo.formats import encodings
 from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
@@ -24,9 +23,10 @@ from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
 from oazoo.zoo.files import open_file
 from oazoo.zoo.pack_stream import SLOTS, PackedPiece, PackStream
-from oazoo.zoo.quantize_plan import BLOCKS, DENSE, TARGETS, Request, TensorQuantization, plan
-from oazoo.zoo.recipes import RECIPES, Budget
+from oazoo.zoo.quantize_plan import BLOCKS, DENSE, Request, TensorQuantization, plan
+from oazoo.zoo.recipes import resolve
 from oazoo.zoo.spending import Spending, chosen_names, remember, runs_on_text
+from oazoo.zoo.unpack import unpack
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device, Tensor
@@ -130,7 +130,7 @@ class _Work:
                 )
             yield piece.codes
             scales.append(piece.scales.copy())
-            self.advance(piece.values.nbytes)
+            self.advance(piece.values.size * tensor.info.nbytes // tensor.info.numel)
         yield from scales
 
     def advance(self, count: int) -> None:
@@ -201,6 +201,10 @@ def quantize(
     target, limit = resolve(to, recipe, budget)
     keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
     request = Request(target, keep, q8, allow_requantize)
+    if device is None and not dry_run and target not in DENSE:
+        from oazoo.runtime import open_ahead
+
+        open_ahead()
     with open_file(source) as opened, ExitStack() as stack:
         if not isinstance(opened, OamSource):
             raise FormatError(
@@ -284,28 +288,6 @@ def quantize(
         if planned is not None:
             planned(report)
         return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed, feedback)
-
-
-def resolve(to: str | None, recipe: str | None, budget: str | None) -> tuple[str, Budget | None]:
-    """What tensors become, and how large the result may be.
-
-    Raises:
-        UsageError: an unknown recipe or a budget that is none; several that say the same; none of them.
-    """
-    if recipe is not None:
-        if recipe not in RECIPES:
-            raise UsageError(f"unknown recipe {recipe!r}; there are {', '.join(RECIPES)}")
-        if to is not None or budget is not None:
-            raise UsageError(
-                "a recipe says what tensors become and how large the result is: leave --to and --budget out"
-            )
-        return RECIPES[recipe].target, RECIPES[recipe].budget
-    limit = None if budget is None else Budget.parse(budget)
-    if to is None and limit is None:
-        raise UsageError(f"say what weights become: --to {', '.join(TARGETS)}, a recipe, or a budget")
-    if limit is not None and to not in (None, "q4"):
-        raise UsageError(f"a budget is spent on more bits than q4 has; it does not go with --to {to}")
-    return to or "q4", limit
 
 
 def default_method(source: OamSource, target: str) -> str:
@@ -406,7 +388,9 @@ def _run(
 ) -> QuantizeReport:
     """Write the file. Tensors that ``packed`` has as they should become are taken from it."""
     if report.target in DENSE:
-        return _unpack(report, source, writer, allow_nonfinite, progress)
+        start = time.perf_counter()
+        unpack(report.tensors, report.target, source, writer, allow_nonfinite, progress)
+        return replace(report, seconds=time.perf_counter() - start)
     from oazoo.runtime import get_device
     from oazoo.runtime.ops.pack import Packer
 
@@ -464,43 +448,6 @@ def _run(
             if name != CARRIED_ASSET:
                 writer.write(name, state.pieces(PIECE))
     return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
-
-
-def _unpack(
-    report: QuantizeReport,
-    source: OamSource,
-    writer: OamWriter,
-    allow_nonfinite: bool,
-    progress: Progress | None,
-) -> QuantizeReport:
-    """Write the file with every quantised tensor decoded and rounded to the dense type. On the host: it is a copy."""
-    start = time.perf_counter()
-    kind = encodings.get(report.target).dtype
-    done = 0
-
-    def values(tensor: SourceTensor) -> Iterator[npt.NDArray[Any]]:
-        nonlocal done
-        for chunk in tensor.chunks(CHUNK_ELEMENTS):
-            with np.errstate(over="ignore"):
-                rounded = chunk.astype(kind)
-            if not allow_nonfinite and not np.isfinite(rounded).all():
-                raise FormatError(
-                    f"{source.path}: {tensor.info.name!r} holds values that are not finite, or too large for "
-                    f"{report.target}; --to f32 holds them all (--allow-nonfinite lets them pass)"
-                )
-            done += chunk.size * tensor.info.nbytes // tensor.info.numel
-            if progress is not None:
-                progress("unpacking", done, report.packed_bytes)
-            yield rounded
-
-    with writer:
-        for step in report.tensors:
-            tensor = source[step.name]
-            writer.write(step.name, tensor.raw() if step.reason else values(tensor))
-        for name, state in source.state.items():
-            if name != CARRIED_ASSET:
-                writer.write(name, state.raw())
-    return replace(report, seconds=time.perf_counter() - start)
 
 
 def _note(

@@ -107,6 +107,7 @@ def refuse_pickle(path: Path) -> None:
     """
     with open_regular(path) as file:
         head = file.read(4)
+    reason = ""
     pickled = len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5
     if head == b"PK\x03\x04":
         import zipfile
@@ -116,23 +117,25 @@ def refuse_pickle(path: Path) -> None:
                 pickled = any(name.endswith(".pkl") for name in archive.namelist())
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
             pickled = False
-        pickled = pickled and not _is_plain(path)
+        reason = _why_not_plain(path) if pickled else ""
+        pickled = bool(reason)
     if pickled:
         raise PullError(
-            f"{path.name} is a pickle, which can run code when it is read; oazoo does not open such files. "
+            f"{path.name} is a pickle, which can run code when it is read; oazoo does not open such files{reason}. "
             "Look for a safetensors or GGUF file of the model, or convert it with the safetensors package "
             "on a machine that you can lose"
         )
 
 
-def _is_plain(path: Path) -> bool:
+def _why_not_plain(path: Path) -> str:
+    """What is wrong with a PyTorch archive, in brackets; nothing for one that can be read."""
     from oazoo.formats.torch_zip import TorchSource
 
     try:
         TorchSource(path).close()
-    except FormatError:
-        return False
-    return True
+    except FormatError as error:
+        return f" ({str(error).removeprefix(f'{path}: ')})"
+    return ""
 
 
 def only_pickles(names: Sequence[str]) -> list[str]:

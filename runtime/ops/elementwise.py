@@ -21,14 +21,15 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return taped(y, (a, b), lambda dy, want: (dy, dy))
 
 
-def dequantize(x: Tensor) -> Tensor:
-    """The float32 values of a tensor in any weight encoding, in its shape."""
+def dequantize(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The float32 values of a tensor in any weight encoding, in its shape; in ``out``, f32 of that shape, if given."""
     known = ("f32", "f16", "bf16", *BLOCK_CODE_BYTES)
     no_gradient("dequantize", x)
     require(x.dtype in known, "dequantize", f"x cannot be {x.dtype}; it can be {', '.join(known)}")
     require(x.numel < 2**31, "dequantize", f"{x.numel:,} elements are more than one run can address")
     require(x.address % 4 == 0, "dequantize", "x must start at a multiple of 4 bytes")
-    y = Tensor.empty(x.device, x.shape)
+    y = Tensor.empty(x.device, x.shape) if out is None else out
+    require_dense(y, "dequantize", "out", "f32", *x.shape)
     groups = grid(-(-x.numel // (4 * _LANES)))
     if x.numel:
         kernel = x.device.kernel(f"decode_{x.dtype}")

@@ -18,7 +18,7 @@ from oazoo.errors import DeviceError
 from oazoo.runtime.ops.activation import activate, activate_gated
 from oazoo.runtime.ops.arithmetic import accumulate, split_columns
 from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require_dense
-from oazoo.runtime.ops.elementwise import add
+from oazoo.runtime.ops.elementwise import add, dequantize
 from oazoo.runtime.ops.norm import column_sums, rms_norm
 from oazoo.runtime.ops.product import input_gradient, turn, weight_gradient
 from oazoo.runtime.tape import no_grad, taped, taping
@@ -187,22 +187,52 @@ def _taped_linear(
         y = linear(x, weights, biases)
 
     def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
-        parts = [dy] if len(weights) == 1 else split_columns(dy, [w.shape[0] for w in weights])
-        of_x: Tensor | None = None
-        if want[0]:
-            for part, weight in zip(parts, weights, strict=True):
-                some = input_gradient(part, weight)
-                of_x = some if of_x is None else accumulate(of_x, some)
-        of_weights = [weight_gradient(p, x) if w else None for p, w in zip(parts, want[1:], strict=False)]
-        of_biases = [
-            column_sums(p)[0] if w else None for p, w in zip(parts, want[1 + len(weights) :], strict=True)
-        ]
+        of_x = input_gradient(dy, _stacked(weights)) if want[0] else None
+        # Gradients of weights side by side are the rows of one product.
+        of_weights = _rows_of(weights, want[1:], dy, lambda d: weight_gradient(d, x))
+        of_biases = _rows_of(weights, want[1 + len(weights) :], dy, lambda d: column_sums(d)[0])
         return [of_x, *of_weights, *of_biases]
 
     y = taped(y, (x, *weights, *biases), back)
     if gelu:
         y = activate(y, "gelu_tanh")
     return y if residual is None else add(y, residual)
+
+
+def _stacked(weights: list[Tensor]) -> Tensor:
+    """The weights under each other: the one there is, or f32 [sum of outputs, inputs]."""
+    if len(weights) == 1:
+        return weights[0]
+    y = Tensor.empty(weights[0].device, (sum(w.shape[0] for w in weights), weights[0].shape[1]))
+    first = 0
+    for w in weights:
+        part = y.rows(first, first + w.shape[0])
+        if w.dtype == "f32":
+            accumulate(part, w, 1.0, 0.0)
+        else:
+            dequantize(w, out=part)
+        first += w.shape[0]
+    return y
+
+
+def _rows_of(
+    weights: list[Tensor], want: Sequence[bool], dy: Tensor, form: Callable[[Tensor], Tensor | None]
+) -> list[Tensor | None]:
+    """What ``form`` makes of the columns of dy that belong to each weight, where it is wanted."""
+    widths = [w.shape[0] for w in weights]
+    wanted = list(want[: len(weights)])
+    if not any(wanted):
+        return [None] * len(weights)
+    if len(weights) == 1:
+        return [form(dy)]
+    if all(wanted):
+        whole, found, first = form(dy), list[Tensor | None](), 0
+        assert whole is not None
+        for width in widths:
+            found.append(whole.rows(first, first + width))
+            first += width
+        return found
+    return [form(part) if w else None for part, w in zip(split_columns(dy, widths), wanted, strict=True)]
 
 
 def _check(op: str, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> int:
