@@ -171,5 +171,6 @@ KERNELS: dict[str, KernelSpec] = {
         for target in ("q4", "q8")
         for source in ("f32", "f16", "bf16")
     },
+    "feedback_q4": KernelSpec("feedback", "feedbackQ4"),
     **_linear(),
 }

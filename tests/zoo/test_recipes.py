@@ -225,7 +225,7 @@ def test_a_receipt_says_how_a_mix_was_made(dense: Path, tmp_path: Path) -> None:
 
 def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Path) -> None:
     stats = tmp_path / "s.safetensors"
-    save_statistics(calibrate(dense, TEXT), stats)
+    save_statistics(calibrate(dense, TEXT, covariance=True), stats)
     small = quantize(dense, None, "q4", dry_run=True, method="search", keep=["embed.weight"]).output_bytes
     limit = small + 60_000
     report = quantize(
@@ -238,6 +238,12 @@ def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Pa
         quantize(dense, None, budget="4.9bpw", dry_run=True)
     planned = quantize(dense, None, recipe="q4-high", dry_run=True, statistics=stats)
     assert planned.recipe == "q4-high" and planned.budget == "6.15bpw"
+    mixed = quantize(dense, tmp_path / "g.oam", budget="6.2bpw", statistics=stats, method="gptq")
+    assert mixed.method == "gptq" and bits(tmp_path / "g.oam") <= 6.2
+    with OamSource(tmp_path / "g.oam") as source:
+        source.verify()
+        assert source.metadata["quantization"]["method"] == "gptq"
+    assert np.isfinite(oazoo.load(tmp_path / "g.oam").logits([1, 2, 3])).all()
     for arguments in ({"recipe": "q5"}, {"recipe": "q4", "to": "q4"}, {"budget": "5bpw", "to": "q8"}, {}):
         with pytest.raises(UsageError):
             quantize(dense, None, dry_run=True, **arguments)  # type: ignore[arg-type]
