@@ -183,7 +183,7 @@ class _Measurement:
             logits, targets = self._logits(streams[-1], ids)
             self._streams.append(streams)
             self._references.append((logits, score_rows(logits, targets), targets))
-        losses: dict[str, float] = {}
+        losses = {name: 0.0 for name in names if name not in self._parameters}
         for name in outside:
             with _Swapped({self._parameters[name]: self._packed(name)}):
                 losses[name] = self._divergence(0, embedding=True)

@@ -236,7 +236,9 @@ def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Pa
         assert source["embed.weight"].info.encoding == "f32"  # patterns are stronger
     with pytest.raises(UsageError, match="too small"):
         quantize(dense, None, budget="4.9bpw", dry_run=True)
+    assert "embed.weight" not in load_statistics(stats).sensitivities["weighted"].losses
     planned = quantize(dense, None, recipe="q4-high", dry_run=True, statistics=stats)
+    assert "embed.weight" in load_statistics(stats).sensitivities["weighted"].losses
     assert planned.recipe == "q4-high" and planned.budget == "6.15bpw"
     mixed = quantize(dense, tmp_path / "g.oam", budget="6.2bpw", statistics=stats, method="gptq")
     assert mixed.method == "gptq" and bits(tmp_path / "g.oam") <= 6.2
