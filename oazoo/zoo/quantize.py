@@ -214,6 +214,11 @@ def quantize(
             raise UsageError("say where to write: only a dry run needs no output")
         how = method or default_method(opened, target)
         check_method(target, how, statistics, text, bool(limit))
+        if method is None and how == "weighted" and statistics is None and notify is not None and not dry_run:
+            notify(
+                "method weighted: the model is run over a text first, to learn what its weights are multiplied with; oazoo "
+                "calibrate does that once and for all (--stats), and --method search or absmax goes without"
+            )
         known: Statistics | None = None
         if how == "weighted" and (limit or not dry_run):
             known = _statistics(opened, statistics, text, device, progress)

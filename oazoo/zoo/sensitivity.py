@@ -250,8 +250,9 @@ class _Measurement:
         """Mean squared move of the residual stream behind a layer, as it is now, relative to its size."""
         parts = []
         for cache, streams in zip(self._caches, self._streams, strict=True):
-            now = self._layers[layer](streams[layer], cache).numpy().astype(np.float64)
-            was = streams[layer + 1].numpy().astype(np.float64)
+            rows = slice(streams[layer].shape[0] // 2, -1)  # those whose predictions are compared
+            now = self._layers[layer](streams[layer], cache).numpy()[rows].astype(np.float64)
+            was = streams[layer + 1].numpy()[rows].astype(np.float64)
             size = np.maximum((was * was).sum(1), np.finfo(np.float64).tiny)
             parts.append(((now - was) ** 2).sum(1) / size)
             self._step(1)

@@ -260,6 +260,18 @@ def test_plain_recipes_are_their_targets(dense: Path, tmp_path: Path) -> None:
             assert a.weights_checksum == b.weights_checksum
 
 
+def test_the_default_is_weighted_and_says_so(dense: Path, tmp_path: Path) -> None:
+    one, two, text = tmp_path / "one.oam", tmp_path / "two.oam", tmp_path / "t.txt"
+    text.write_text(TEXT)
+    done = run("quantize", dense, "-o", one, "--to", "q4", "--text", text)
+    assert done.exit_code == 0, done.output
+    assert "method weighted: the model is run over a text first" in done.stderr
+    quantize(dense, two, "q4", method="weighted", text=TEXT)
+    with OamSource(one) as a, OamSource(two) as b:
+        assert a.weights_checksum == b.weights_checksum
+        assert a.metadata["quantization"]["method"] == "weighted"
+
+
 def test_models_that_cannot_run_are_guessed(dense: Path, tmp_path: Path) -> None:
     raw, out = tmp_path / "raw.oam", tmp_path / "out.oam"
     oazoo.convert(source_path("F32"), raw, arch="raw")
