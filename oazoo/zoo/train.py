@@ -29,7 +29,7 @@ from oazoo.nn.dropout import Dropout
 from oazoo.nn.lora import LoRA
 from oazoo.runtime import Device, Tensor, get_device
 from oazoo.text import BaseTokenizer, ChatTemplate, Tokenizer
-from oazoo.text.files import TEXT_SUFFIXES, data_files, text_pieces
+from oazoo.text.files import EXAMPLE_SUFFIXES, TEXT_SUFFIXES, data_files, vocabulary_texts
 from oazoo.text.train import byte_tokenizer_json, train_byte_level
 from oazoo.training.batches import Batch, Batches, one_pass
 from oazoo.training.callbacks import Callback, EarlyStopping
@@ -130,9 +130,8 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     if chosen.vocab_size is None:
         definition = byte_tokenizer_json()
     else:
-        files = data_files(data, suffixes=TEXT_SUFFIXES)
-        texts = (piece for file in files for piece in text_pieces(file))
-        definition = train_byte_level(texts, chosen.vocab_size)
+        files = data_files(data, suffixes=(*TEXT_SUFFIXES, *EXAMPLE_SUFFIXES))
+        definition = train_byte_level(vocabulary_texts(files), chosen.vocab_size)
     ends = [] if chosen.vocab_size is None else [0]  # the control token that ends a text comes first
     tokenizer = Tokenizer(definition, eos_ids=ends)
     vocabulary = 256 if chosen.vocab_size is None else tokenizer.vocab_size
@@ -252,6 +251,7 @@ class Run:
         callbacks: told of what happens.
         control: steers the run from outside.
         raw: examples are plain text, without the model's chat template.
+        validation_data: files to validate on, in place of a part of the data.
         progress, notify: told of what is read, and of what is worth knowing.
     """
 
@@ -266,6 +266,7 @@ class Run:
         callbacks: Sequence[Callback] = (),
         control: TrainingControl | None = None,
         raw: bool = False,
+        validation_data: Sequence[Path] = (),
         progress: Progress | None = None,
         notify: Notify | None = None,
     ) -> None:
@@ -281,8 +282,19 @@ class Run:
             raise UsageError(
                 f"rows of {context} tokens are longer than the {longest} positions of {subject.name}"
             )
-        documents = load_data(data, subject.tokenizer, template=subject.template, raw=raw, progress=progress)
-        part, held = _parts(documents, settings)
+
+        def load(files: Sequence[Path]) -> Documents:
+            return load_data(
+                files,
+                subject.tokenizer,
+                template=subject.template,
+                special=settings.special,
+                raw=raw,
+                progress=progress,
+            )
+
+        documents = load(data)
+        part, held = _parts(documents, settings, load(validation_data) if validation_data else None)
         if documents.continuous and context >= part.tokens:
             raise UsageError(
                 f"rows of {context} tokens are longer than the {part.tokens} tokens of the data; shorten them (--context)"
@@ -403,7 +415,12 @@ class Run:
 _MAY_CHANGE = ("validate_every", "checkpoint_every", "patience")
 
 
-def _parts(documents: Documents, settings: TrainSettings) -> tuple[Part, Part | None]:
+def _parts(
+    documents: Documents, settings: TrainSettings, others: Documents | None
+) -> tuple[Part, Part | None]:
+    """What is learned from, and what is validated on."""
+    if others is not None:
+        return everything(documents), everything(others)
     if not settings.validation:
         return everything(documents), None
     return split(documents, settings.validation, settings.seed)
