@@ -357,7 +357,7 @@ def _pairs(source: SafetensorsSource, settings: _Settings) -> Iterator[tuple[str
                 raise FormatError(
                     f"{source.path}: base_model.model.{module}.lora_{part}.weight is missing; its other half is there"
                 )
-        a, b = (_matrix(source.path, both[part]) for part in ("A", "B"))
+        a, b = (matrix(source.path, both[part]) for part in ("A", "B"))
         rank, alpha = settings.of(module)
         if not a.shape[0] == b.shape[1] == rank:
             raise FormatError(
@@ -367,7 +367,8 @@ def _pairs(source: SafetensorsSource, settings: _Settings) -> Iterator[tuple[str
         yield module, LoraPair(a, b, alpha, settings.rslora)
 
 
-def _matrix(path: Path, tensor: SourceTensor) -> Floats:
+def matrix(path: Path | str, tensor: SourceTensor) -> Floats:
+    """The values of one half of a pair, float32; FormatError if it is no matrix of finite floats."""
     info = tensor.info
     if len(info.shape) != 2 or info.encoding not in ("f32", "f16", "bf16", "f64"):
         raise FormatError(

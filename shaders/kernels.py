@@ -168,6 +168,10 @@ KERNELS: dict[str, KernelSpec] = {
         for source in ("f32", "f16", "bf16")
     },
     **{
+        f"pack_{target}_f32_wide": KernelSpec("pack", f"pack{target.upper()}<F32WideSource>", precise=True)
+        for target in ("q4", "q8")
+    },
+    **{
         f"encode_{target}_{source}": KernelSpec("encode", f"encode{target.upper()}<{source.upper()}Source>")
         for target in ("q4", "q8")
         for source in ("f32", "f16", "bf16")

@@ -11,7 +11,6 @@ import numpy as np
 from oazoo.errors import UsageError
 from oazoo.models import CausalModel
 from oazoo.runtime import Program, Tensor, random
-from oazoo.runtime.ops.loss import cross_entropy
 from oazoo.training.batches import Batch
 from oazoo.training.optimizer import Optimizer
 from oazoo.training.step import TrainingStep
@@ -25,9 +24,8 @@ def summed_loss(model: CausalModel, inputs: Tensor, targets: Tensor, weights: Te
         inputs, targets: i32 [rows, tokens].
         weights: f32 [rows, tokens]; 0 where a target does not count.
     """
-    logits = model.forward(inputs)
     count = targets.numel
-    return cross_entropy(logits, targets.view(count), mask=weights.view(count), count=1.0)
+    return model.loss(inputs, targets.view(count), mask=weights.view(count), count=1.0)
 
 
 class LanguageStepper:
@@ -135,8 +133,6 @@ class HeldOutLoss:
         arrays = (batch.inputs, batch.targets, batch.mask)
         if self._program is None:
             self._inputs = [Tensor.from_numpy(device, array) for array in arrays]
-            # Tables that depend on the shape go to the device before anything is captured.
-            self._model.forward(self._inputs[0])
             with device.capture() as program:
                 self._loss = summed_loss(self._model, *self._inputs)
             self._program = program

@@ -18,14 +18,26 @@ from oazoo.configs import ModelConfig, config_from_json
 from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats import encodings, quant
 from oazoo.formats.atomic import check_not_input, check_output
-from oazoo.formats.lora import CONFIG_FILE, TENSORS_FILE, Adapter, LoraPair, merge_delta, read_adapter
+from oazoo.formats.lora import (
+    CONFIG_FILE,
+    TENSORS_FILE,
+    Adapter,
+    LoraPair,
+    merge_delta,
+    read_adapter,
+    write_adapter,
+)
+from oazoo.formats.lora_gguf import read_gguf_adapter, write_gguf_adapter
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
 from oazoo.translators.convert import Progress
-from oazoo.translators.lora import bind
+from oazoo.translators.lora import LoraMap, bind, lora_map, to_published
 from oazoo.zoo.files import open_file
+
+#: Bytes copied at a time of tensors that stay as they are.
+_PIECE = 4 << 20
 
 DENSE = ("f32", "f16", "bf16")
 #: What merged weights may be stored as: as before, or one of the dense types.
@@ -92,12 +104,55 @@ def bound_adapter(source: OamSource, adapter: Path | str) -> tuple[Adapter, dict
     """An adapter, and its pairs by the model's layers; every one of its tensors has found its layer.
 
     Raises:
-        FormatError, UsageError: see :func:`oazoo.formats.lora.read_adapter` and :func:`oazoo.translators.lora.bind`.
+        FormatError, UsageError: see :func:`oazoo.formats.lora.read_adapter`,
+            :func:`oazoo.formats.lora_gguf.read_gguf_adapter` and :func:`oazoo.translators.lora.bind`.
         TranslationError: the model is of no published architecture, so adapters have no names for its layers.
     """
-    config = _config(source)
-    found = read_adapter(adapter)
-    return found, bind(found, config, declared_architectures(source), adapter)
+    config, declared, path = _config(source), declared_architectures(source), Path(adapter)
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                found = read_gguf_adapter(path)
+                return found, bind(found, config, declared, path, "gguf")
+    found = read_adapter(path)
+    return found, bind(found, config, declared, path)
+
+
+def write_pairs(
+    source: OamSource,
+    pairs: Mapping[str, LoraPair],
+    output: Path | str,
+    *,
+    base: Mapping[str, Any] | None = None,
+    dropout: float = 0.0,
+    overwrite: bool = False,
+) -> LoraMap:
+    """Write an adapter of a model's layers: ``OUT.gguf`` for llama.cpp, any other name a folder for PEFT.
+
+    Args:
+        source: the model.
+        pairs: by its layers (``layers.0.attn.q``).
+        output: file or folder.
+        base: what the file is to say of the model that it was trained on; :func:`base_facts` of ``source`` if None.
+        dropout: of the training, for the record.
+        overwrite: replace an adapter that is there.
+
+    Returns:
+        Where the layers are in the published model whose names were used.
+
+    Raises:
+        TranslationError: the model is of no published architecture, or a layer has no module of its own there.
+        UsageError, OutputError: the adapter is there already, or cannot be written.
+    """
+    to_gguf = Path(output).suffix == ".gguf"
+    where = lora_map(_config(source), declared_architectures(source), "gguf" if to_gguf else "hf")
+    facts = base_facts(source) if base is None else base
+    made = Adapter(to_published(pairs, where), where.fan_in_fan_out, facts, dropout)
+    if to_gguf:
+        write_gguf_adapter(output, made, where.architecture, overwrite=overwrite)
+    else:
+        write_adapter(output, made, linear_modules=where.modules, overwrite=overwrite)
+    return where
 
 
 def base_warnings(adapter: Adapter, source: OamSource) -> list[str]:
@@ -131,7 +186,7 @@ def merge(
 
     Args:
         source: the model.
-        adapter: a PEFT folder, or a SafeTensors file that holds its config.
+        adapter: a PEFT folder, a SafeTensors file that holds its config, or a GGUF file for llama.cpp.
         output: the file to write; may be None for a dry run.
         dtype: what weights with an adapter become: ``keep``, ``f32``, ``f16`` or ``bf16``.
         overwrite: replace an existing output.
@@ -231,12 +286,12 @@ class _Merge:
         ) as writer:
             for name, tensor in source.items():
                 pair = self.pairs.get(name)
-                writer.write(name, tensor.raw() if pair is None else self._stored(tensor, pair))
+                writer.write(name, tensor.pieces(_PIECE) if pair is None else self._stored(tensor, pair))
                 self._moved += tensor.info.nbytes
                 if self._progress is not None:
                     self._progress("merging", self._moved, self._total)
             for name, tensor in state.items():
-                writer.write(name, tensor.raw())
+                writer.write(name, tensor.pieces(_PIECE))
 
     def _stored(self, tensor: SourceTensor, pair: LoraPair) -> Iterator[npt.NDArray[Any]]:
         """The payload of the sum, in file order; notes what it did."""

@@ -218,17 +218,24 @@ def quantize(
             raise UsageError("say where to write: only a dry run needs no output")
         how = method or default_method(opened, target)
         check_method(target, how, statistics, text, bool(limit))
+        if method is None and how == "weighted" and statistics is None and notify is not None and not dry_run:
+            notify(
+                "method weighted: the model is run over a text first, to learn what its weights are multiplied with; oazoo "
+                "calibrate does that once and for all (--stats), and --method search or absmax goes without"
+            )
         known: Statistics | None = None
         if how == "weighted" and (limit or not dry_run):
             known = _statistics(opened, statistics, text, device, progress)
         feedback: ErrorFeedback | None = None
-        if how == "gptq" and limit is None and not dry_run:
-            feedback = _error_feedback(opened, statistics, text, device, progress)
+        if how == "gptq" and (limit or not dry_run):
+            feedback = _error_feedback(opened, statistics, text, device, progress, bool(limit))
             stack.callback(feedback.close)
             known = feedback.statistics
         packed: OamSource | None = None
         found: Sensitivity | None = None
         if limit is not None:
+            # What error feedback costs follows from everything packed before; the costs without it rank alike.
+            by = "weighted" if how == "gptq" else how
 
             def pack_all(path: Path) -> None:
                 quantize(
@@ -237,19 +244,19 @@ def quantize(
                     target,
                     keep=keep,
                     q8=q8,
-                    method=how,
-                    statistics=statistics if how == "gptq" else known,
-                    text=text if how == "gptq" else None,
+                    method=by,
+                    statistics=known,
                     allow_requantize=allow_requantize,
                     allow_nonfinite=allow_nonfinite,
                     progress=progress,
                     device=device,
                 )
 
-            spending = Spending(opened, steps, limit, how, statistics if known is None else known)
+            spending = Spending(opened, steps, limit, by, known if statistics is None else statistics)
             found, packed = spending.sensitivity(stack, output, pack_all, text, device, progress, notify)
             if isinstance(statistics, (str, Path)):
-                remember(statistics, how, found, notify)
+                remember(statistics, by, found, notify)
+            packed = packed if by == how else None
             request = replace(request, chosen=spending.choose(found))
             steps = plan(opened, request)
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
@@ -357,8 +364,12 @@ def _error_feedback(
     text: str | None,
     device: Device | None,
     progress: Progress | None,
+    measuring: bool,
 ) -> ErrorFeedback:
-    """From covariances that were given, or with the model run along."""
+    """From covariances that were given, or with the model run along.
+
+    ``measuring``: statistics without covariances may be given, for what they know of costs.
+    """
     from oazoo.runtime import get_device
     from oazoo.zoo.error_feedback import ErrorFeedback, dense_statistics
     from oazoo.zoo.load import load
@@ -366,11 +377,12 @@ def _error_feedback(
     device = device or get_device()
     if given is not None:
         known = _statistics(source, given, None, device, progress)
-        if not known.covariances:
+        if known.covariances:
+            return ErrorFeedback(device, known)
+        if not measuring:
             raise UsageError(
                 "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
             )
-        return ErrorFeedback(device, known)
     model = load(source.path, device=device, progress=progress)
     return ErrorFeedback(device, dense_statistics(model, text, progress), model, text, progress)
 

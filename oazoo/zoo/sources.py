@@ -1,4 +1,4 @@
-"""What a source of models is. The kinds: :mod:`~oazoo.zoo.sources_hub`, ``sources_wheel`` and ``sources_url``.
+"""What a source of models is. The kinds: :mod:`~oazoo.zoo.sources_hub`, ``…_wheel``, ``…_url`` and ``…_bundled``.
 
 A source is asked in two steps. ``resolve`` finds out what there is to fetch (a moving name becomes a
 revision), ``fetch`` brings it. Both raise :class:`~oazoo.errors.PullError` with a reason that reads well
@@ -17,7 +17,7 @@ from oazoo.formats.gguf_split import first_part
 from oazoo.formats.mapped import open_regular
 from oazoo.zoo.cards import CardSource
 from oazoo.zoo.progress import Progress
-from oazoo.zoo.refs import HubRef, WheelRef
+from oazoo.zoo.refs import BundledRef, HubRef, WheelRef
 from oazoo.zoo.store import StoredFile
 
 #: File name ends of weights that a pull takes, the preferred first.
@@ -87,6 +87,7 @@ class Source(ABC):
 def source_for(card_source: CardSource, notify: Notify) -> Source:
     """The source of a card's entry, or of a bare reference (an entry without files)."""
     # Here, not above: the kinds import this module.
+    from oazoo.zoo.sources_bundled import BundledSource
     from oazoo.zoo.sources_hub import HubSource
     from oazoo.zoo.sources_url import UrlSource
     from oazoo.zoo.sources_wheel import WheelSource
@@ -96,6 +97,8 @@ def source_for(card_source: CardSource, notify: Notify) -> Source:
         return HubSource(ref, card_source.files)
     if isinstance(ref, WheelRef):
         return WheelSource(ref, card_source, notify)
+    if isinstance(ref, BundledRef):
+        return BundledSource(ref, card_source.files)
     return UrlSource(ref)
 
 

@@ -25,10 +25,11 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.generation.text_model import TextModel
 from oazoo.models import CausalModel, build
+from oazoo.nn.dropout import Dropout
 from oazoo.nn.lora import LoRA
 from oazoo.runtime import Device, Tensor, get_device
 from oazoo.text import BaseTokenizer, ChatTemplate, Tokenizer
-from oazoo.text.files import TEXT_SUFFIXES, data_files, text_pieces
+from oazoo.text.files import EXAMPLE_SUFFIXES, TEXT_SUFFIXES, data_files, vocabulary_texts
 from oazoo.text.train import byte_tokenizer_json, train_byte_level
 from oazoo.training.batches import Batch, Batches, one_pass
 from oazoo.training.callbacks import Callback, EarlyStopping
@@ -129,16 +130,15 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     if chosen.vocab_size is None:
         definition = byte_tokenizer_json()
     else:
-        files = data_files(data, suffixes=TEXT_SUFFIXES)
-        texts = (piece for file in files for piece in text_pieces(file))
-        definition = train_byte_level(texts, chosen.vocab_size)
+        files = data_files(data, suffixes=(*TEXT_SUFFIXES, *EXAMPLE_SUFFIXES))
+        definition = train_byte_level(vocabulary_texts(files), chosen.vocab_size)
     ends = [] if chosen.vocab_size is None else [0]  # the control token that ends a text comes first
     tokenizer = Tokenizer(definition, eos_ids=ends)
     vocabulary = 256 if chosen.vocab_size is None else tokenizer.vocab_size
     config = chosen.config(vocabulary, context)
     model = build(config, device)
     model.initialize(device, settings.seed)
-    model.set_dropout(settings.dropout)
+    _set_dropout(model, settings.dropout, name)
     document = {
         "oazoo": 1,
         "family": config.family,
@@ -151,6 +151,19 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     file = ModelFile(_oam_config(config, document), {"tokenizer.json": definition})
     identity = {"model": name, "config": config.to_json()}
     return _Subject(name, "new", model, config, tokenizer, None, file, identity)
+
+
+def _set_dropout(model: CausalModel, rate: float, name: str) -> None:
+    """Dropout in the model itself, where its architecture has any.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if rate and not any(isinstance(module, Dropout) for module in model.modules()):
+        raise UsageError(
+            f"{name}: models of the family {type(model).__name__} have no dropout; leave --dropout out"
+        )
+    model.set_dropout(rate)
 
 
 def _oam_config(config: ModelConfig, document: Mapping[str, Any]) -> OamConfig:
@@ -198,6 +211,8 @@ def imported_model(
         identity,
         base=facts,
     )
+    if lora is not None and settings.dropout:
+        raise UsageError("the frozen model keeps no dropout; that of the corrections is --lora-dropout")
     if lora is None:
         if packed:
             raise UsageError(
@@ -206,7 +221,7 @@ def imported_model(
                 f"oazoo quantize {path.name} --to f32 -o OUT.oam"
             )
         model.to_f32().requires_grad_()
-        model.set_dropout(settings.dropout)
+        _set_dropout(model, settings.dropout, loaded.name)
         return subject
     subject.map = _published(config, declared)
     names = choose_layers(config, targets, None if subject.map is None else subject.map.places)
@@ -236,6 +251,7 @@ class Run:
         callbacks: told of what happens.
         control: steers the run from outside.
         raw: examples are plain text, without the model's chat template.
+        validation_data: files to validate on, in place of a part of the data.
         progress, notify: told of what is read, and of what is worth knowing.
     """
 
@@ -250,6 +266,7 @@ class Run:
         callbacks: Sequence[Callback] = (),
         control: TrainingControl | None = None,
         raw: bool = False,
+        validation_data: Sequence[Path] = (),
         progress: Progress | None = None,
         notify: Notify | None = None,
     ) -> None:
@@ -265,8 +282,19 @@ class Run:
             raise UsageError(
                 f"rows of {context} tokens are longer than the {longest} positions of {subject.name}"
             )
-        documents = load_data(data, subject.tokenizer, template=subject.template, raw=raw, progress=progress)
-        part, held = _parts(documents, settings)
+
+        def load(files: Sequence[Path]) -> Documents:
+            return load_data(
+                files,
+                subject.tokenizer,
+                template=subject.template,
+                special=settings.special,
+                raw=raw,
+                progress=progress,
+            )
+
+        documents = load(data)
+        part, held = _parts(documents, settings, load(validation_data) if validation_data else None)
         if documents.continuous and context >= part.tokens:
             raise UsageError(
                 f"rows of {context} tokens are longer than the {part.tokens} tokens of the data; shorten them (--context)"
@@ -387,7 +415,12 @@ class Run:
 _MAY_CHANGE = ("validate_every", "checkpoint_every", "patience")
 
 
-def _parts(documents: Documents, settings: TrainSettings) -> tuple[Part, Part | None]:
+def _parts(
+    documents: Documents, settings: TrainSettings, others: Documents | None
+) -> tuple[Part, Part | None]:
+    """What is learned from, and what is validated on."""
+    if others is not None:
+        return everything(documents), everything(others)
     if not settings.validation:
         return everything(documents), None
     return split(documents, settings.validation, settings.seed)

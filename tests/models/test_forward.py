@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from model_goldens import HF, ONNX, reference
-from oa_goldens import check_gradients, close, fill, golden, on_device
+from oa_goldens import DATA, check_gradients, close, fill, golden, on_device
 from reference_models import load_oam
 from reference_models import logits as numpy_logits
 
 import oazoo
 from oazoo.configs import DecoderConfig, ModelConfig, NanoGPTConfig, TransformerConfig, config_from_json
 from oazoo.errors import GenerationError
+from oazoo.formats.detect import open_source
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.models import CausalModel, build
@@ -218,20 +219,25 @@ def test_adapters_learn_through_frozen_weights(encoding: str, converted: Convert
     assert model.embed.weight.tensor.grad is None  # type: ignore[attr-defined]
 
 
+def transformer_config(config: dict[str, Any]) -> TransformerConfig:
+    """Ours, from a golden's."""
+    return TransformerConfig(
+        vocab_size=config["vocab"],
+        hidden_size=config["model_width"],
+        intermediate_size=config["hidden_width"],
+        num_layers=config["layers"],
+        num_heads=config["heads"],
+        max_positions=config["context"],
+    )
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["transformer", "bytetransformer"])
 def test_transformers_of_the_reference(name: str) -> None:
     arrays, config = golden(name)
     ours = TransformerConfig.byte_transformer()
     if name == "transformer":
-        ours = TransformerConfig(
-            vocab_size=config["vocab"],
-            hidden_size=config["model_width"],
-            intermediate_size=config["hidden_width"],
-            num_layers=config["layers"],
-            num_heads=config["heads"],
-            max_positions=config["context"],
-        )
+        ours = transformer_config(config)
     model = build(ours, get_device())
     assert {n: p.shape for n, p in model.named_parameters()} == ours.parameters()
     assert list(ours.parameters()) == [n for n, _ in model.named_parameters()]
@@ -245,6 +251,17 @@ def test_transformers_of_the_reference(name: str) -> None:
     check_gradients(model, arrays)
     check_forward(model, arrays["tokens"])
     assert config_from_json("transformer", json.loads(json.dumps(ours.to_json()))) == ours
+
+
+def test_a_transformer_that_oa_wrote() -> None:
+    """Its files name tensors by number, in the order in which our module has them."""
+    arrays, config = golden("oam_transformer_muon")
+    model = build(transformer_config(config), get_device())
+    with open_source(DATA / "oam_transformer_muon.oam") as source:
+        names = [name for name, _ in model.named_parameters()]
+        values = {name: source[f"p{index}"].numpy() for index, name in enumerate(names)}
+        model.load_state_dict(values, get_device())
+    close(model.forward(on_device(arrays["tokens"])), arrays["logits"])
 
 
 def test_a_transformer_in_a_file(tmp_path: Path) -> None:

@@ -170,6 +170,30 @@ def test_the_command(tmp_path: Path, model: Path, adapter: Path) -> None:
     assert wrong.exit_code == 1 and "merge takes .oam files" in wrong.stderr
 
 
+def test_an_adapter_goes_to_llama_cpp_and_to_peft_and_adds_the_same(
+    tmp_path: Path, model: Path, adapter: Path, pairs: dict[str, LoraPair]
+) -> None:
+    def run(*arguments: object) -> Any:
+        return CliRunner().invoke(main, ["adapter", *map(str, arguments)])
+
+    told = run(model, adapter, "--json")
+    assert told.exit_code == 0
+    layers = {entry["layer"]: entry for entry in json.loads(told.stdout)["layers"]}
+    assert layers.keys() == pairs.keys() and layers["layers.1.mlp.down"]["shape"] == [24, 40]
+    out, folder = tmp_path / "out.gguf", tmp_path / "peft"
+    assert run(model, adapter, "-o", out).exit_code == 0
+    assert run(model, out, "-o", folder).exit_code == 0
+    merge(model, adapter, tmp_path / "one.oam")
+    for other in (out, folder):
+        merge(model, other, tmp_path / "other.oam", overwrite=True)
+        wanted, found = oam_values(tmp_path / "one.oam"), oam_values(tmp_path / "other.oam")
+        for name, values in wanted.items():
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-6)
+    assert run(model, adapter, "-o", adapter, "--force").exit_code == 2
+    assert run(model, adapter, "-o", folder).exit_code == 2
+    assert run(model, LORA / "llama").exit_code == 1
+
+
 def test_an_adapter_of_another_model_changes_nothing(tmp_path: Path, model: Path) -> None:
     with pytest.raises(FormatError, match=r"is for a weight of shape|none of this model"):
         merge(model, LORA / "llama", tmp_path / "out.oam")

@@ -32,7 +32,7 @@ from oazoo.zoo.train_settings import TrainSettings
 
 LINES = [f"The {a} {b} {c} the {d}.\n" for a in ("old", "red", "wet") for b in ("dog", "cat", "hen")
          for c in ("saw", "met") for d in ("sun", "sea", "hill", "moon")]  # fmt: skip
-SMALL = TrainSettings(steps=6, batch_size=4, context=16, validate_every=3, checkpoint_every=2, dropout=0.1)
+SMALL = TrainSettings(steps=6, batch_size=4, context=16, validate_every=3, checkpoint_every=2)
 Weights = dict[str, npt.NDArray[Any]]
 
 
@@ -90,13 +90,13 @@ def test_the_loss_falls(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_resumed_run_is_the_same_run(text: Path, tmp_path: Path, accumulate: int) -> None:
     """FT-04, on the device: weights, moments, schedule, order of the data and dropout's numbers."""
-    settings = replace(SMALL, accumulate=accumulate)
+    settings = replace(SMALL, accumulate=accumulate, dropout=0.1)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    train("bytelm-tiny", [text], whole, settings).fit()
-    first = train("bytelm-tiny", [text], parted, settings)
+    train("oa-bytetransformer", [text], whole, settings).fit()
+    first = train("oa-bytetransformer", [text], parted, settings)
     first.trainer.steps = 3  # ends early, as if stopped
     first.fit()
-    second = train("bytelm-tiny", [text], parted, settings, resume=True)
+    second = train("oa-bytetransformer", [text], parted, settings, resume=True)
     assert second.trainer.state.step == 3
     second.fit()
     assert losses(parted) == losses(whole) and len(losses(whole)) == 6
@@ -281,6 +281,33 @@ def test_a_dry_run(text: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_validation_on_other_files(text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("The young owl heard the wind.\n" * 3)
+    plans = [
+        train("bytelm-tiny", [text], None, SMALL, **options).plan
+        for options in ({}, {"validation_data": [other]})
+    ]
+    assert plans[1].tokens_per_epoch == text.stat().st_size - 1 > plans[0].tokens_per_epoch
+    assert plans[1].validation_tokens == other.stat().st_size - 1
+
+
+def test_names_of_control_tokens_are_what_one_says(tmp_path: Path) -> None:
+    data = tmp_path / "marked.txt"
+    data.write_text("One text.<|endoftext|>Another text of words.<|endoftext|>" * 30)
+    given = ("train", "nanogpt-tiny", "--data", data, "--context", 16, "--dry-run", "--json")
+    refused = command(*given)
+    assert (
+        refused.exit_code == 2
+        and "marked.txt:1: has the name of the control token <|endoftext|>" in refused.output
+    )
+    learned = [
+        json.loads(command(*given, "--special", way).stdout)["tokens_per_epoch"]
+        for way in ("tokens", "plain")
+    ]
+    assert 0 < learned[0] < learned[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -289,6 +316,7 @@ def test_a_dry_run(text: Path, tmp_path: Path) -> None:
         (["train", "bytelm-tiny", "--lr", "nan"], "learning rate of nan"),
         (["train", "bytelm-tiny", "--context", 400000], "longer than the"),
         (["train", "bytelm-tiny", "--validation", 0, "--patience", 1], "need validation data"),
+        (["train", "bytelm-tiny", "--dropout", 0.1], "have no dropout"),
         (["finetune", "MODEL"], "say what learns"),
         (["finetune", "MODEL", "--full", "--target", "q"], "belong to --lora"),
         (["finetune", "MODEL", "--full", "--context", 200], "longer than the 16 positions"),
