@@ -59,8 +59,8 @@ from oazoo.zoo.recipes import RECIPES, short_names
     "--method",
     type=click.Choice(METHODS),
     help="absmax: the format's own rule. search: each block's best scale and codes. weighted: the same, minding what a "
-    "column is multiplied with, for which the model is run. gptq: columns in turn, each making up for the errors before; the "
-    "slowest, for q4.  [default: weighted; absmax if the model cannot run]",
+    "column is multiplied with, for which the model is run. gptq (q4): columns in turn, each making up for the errors "
+    "before; the slowest.  [default: weighted; absmax if the model cannot run]",
 )
 @click.option(
     "--stats",
