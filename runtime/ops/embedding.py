@@ -87,8 +87,9 @@ def table_gradient(ids: Tensor, dy: Tensor, rows: int, scale: float = 1.0) -> Te
     is_bytes = class_numbers("embedding", "ids", ids, dy.shape[0])
     tokens, width = dy.shape
     y = Tensor.empty(dy.device, (rows, width))
-    groups = grid(rows)
-    dy.device.kernel("embedding_back").dispatch(
+    lanes = dy.device.info.is_software
+    groups = (-(-width // 8), 1, 1) if lanes else grid(rows)
+    dy.device.kernel("embedding_back_lanes" if lanes else "embedding_back").dispatch(
         groups,
         {"ids": ids, "dy": dy},
         {"y": y},
