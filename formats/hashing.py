@@ -24,6 +24,8 @@ _BUFFER = 1 << 22
 
 #: Called with the number of bytes done since the last call.
 Progress = Callable[[int], None]
+#: A buffer whose first byte is ours, how many bytes of a piece follow it, and where these belong.
+_Job = tuple[bytearray, int, int]
 
 
 class Fnv1a64:
@@ -76,50 +78,78 @@ def _fill(scratch: bytearray, part: memoryview) -> int:
 class BackgroundFnv1a64:
     """FNV-1a 64 of pieces, computed by a thread of its own while the caller goes on; :meth:`close` ends it.
 
-    Pieces are copied, so the caller may reuse its buffers. When the thread falls behind by four pieces of 1 MiB,
-    :meth:`update` waits for it.
+    Pieces are copied, so the caller may reuse its buffers. When the threads fall behind by six pieces of 1 MiB,
+    :meth:`update` waits for them.
+
+    Args:
+        then: called by a second thread with every piece that has been hashed and with where it belongs: what else takes
+            time, such as writing, goes on beside. Its failure is raised by the next :meth:`update` or :meth:`finish`.
     """
 
     _PIECE = 1 << 20
+    _PIECES = 6
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[memoryview, int], None] | None = None) -> None:
         self._hash = Fnv1a64()
         self._free: SimpleQueue[bytearray] = SimpleQueue()
-        self._work: SimpleQueue[tuple[bytearray, int] | None] = SimpleQueue()
         self._failure: BaseException | None = None
-        for _ in range(4):
+        for _ in range(self._PIECES):
             self._free.put(bytearray(self._PIECE + 1))
-        # A daemon: whatever becomes of the caller, the process can end.
-        self._thread = Thread(target=self._run, name="oazoo-fnv1a64", daemon=True)
-        self._thread.start()
 
-    def update(self, data: memoryview) -> None:
-        """Add a flat view of bytes."""
+        def absorb(scratch: bytearray, count: int, _: int) -> None:
+            self._hash._absorb(scratch, count)
+
+        def pass_on(scratch: bytearray, count: int, position: int) -> None:
+            assert then is not None
+            then(memoryview(scratch)[1 : 1 + count], position)
+
+        stages = [absorb] if then is None else [absorb, pass_on]
+        #: A queue before each stage, and what becomes of a piece after it.
+        self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in stages]
+        # Daemons: whatever becomes of the caller, the process can end.
+        self._threads = [
+            Thread(target=self._run, args=(index, work), name=f"oazoo-fnv1a64-{index}", daemon=True)
+            for index, work in enumerate(stages)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def update(self, data: memoryview, position: int = 0) -> None:
+        """Add a flat view of bytes; ``position`` is what ``then`` is told of where they begin."""
         for start in range(0, len(data), self._PIECE):
             scratch = self._free.get()
-            self._work.put((scratch, _fill(scratch, data[start : start + self._PIECE])))
+            if self._failure is not None:
+                self._free.put(scratch)
+                raise self._failure
+            self._queues[0].put(
+                (scratch, _fill(scratch, data[start : start + self._PIECE]), position + start)
+            )
 
     def finish(self) -> Fnv1a64:
-        """The hash of everything, once all of it has been added; ends the thread."""
+        """The hash of everything, once all of it has been added; ends the threads."""
         self.close()
         if self._failure is not None:
             raise self._failure
         return self._hash
 
     def close(self) -> None:
-        """End the thread when it has done what it was given."""
-        self._work.put(None)
-        self._thread.join()
+        """End the threads when they have done what they were given."""
+        for queue, thread in zip(self._queues, self._threads, strict=True):
+            queue.put(None)
+            thread.join()
 
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            scratch, count = item
+    def _run(self, index: int, work: Callable[[bytearray, int, int], None]) -> None:
+        after = self._queues[index + 1] if index + 1 < len(self._queues) else None
+        while (job := self._queues[index].get()) is not None:
             try:
                 if self._failure is None:
-                    self._hash._absorb(scratch, count)
+                    work(*job)
             except BaseException as error:
                 self._failure = error
-            self._free.put(scratch)  # also after a failure, or the caller would wait for ever
+            if after is not None:
+                after.put(job)
+            else:
+                self._free.put(job[0])  # also after a failure, or the caller would wait for ever
 
 
 def fnv1a64(data: Any) -> int:

@@ -153,7 +153,9 @@ def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:
             cursor.value(quoted(key))
     cursor.finish(" \t\r\n")
     if weight_map is None:
-        raise FormatError(f"{path}: has no 'weight_map'")
+        raise FormatError(
+            f"{path}: has no 'weight_map', so it is no index of weights; name the model's folder instead"
+        )
     if len(set(weight_map.values())) > MAX_SHARDS:
         raise FormatError(f"{path}: names more than {MAX_SHARDS} files")
     return total, weight_map

@@ -288,11 +288,10 @@ class _Settings:
                 f"{where}: init_lora_weights = {quoted(start)} has changed the base model's weights, so the adapter "
                 "does not fit the published ones; save it converted to a plain LoRA"
             )
-        self.rank = config.get("r")
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 1 <= self.rank <= MAX_RANK:
-            raise FormatError(
-                f"{where}: r must be a whole number from 1 to {MAX_RANK}, not {str(self.rank)[:40]}"
-            )
+        rank = config.get("r")
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+            raise FormatError(f"{where}: r must be a whole number from 1 to {MAX_RANK}, not {str(rank)[:40]}")
+        self.rank = rank
         self.alpha = self.number("lora_alpha", None)
         self.rslora = self.flag("use_rslora")
         self._ranks, self._alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
@@ -358,7 +357,7 @@ def _pairs(source: SafetensorsSource, settings: _Settings) -> Iterator[tuple[str
                 raise FormatError(
                     f"{source.path}: base_model.model.{module}.lora_{part}.weight is missing; its other half is there"
                 )
-        a, b = (_matrix(source.path, both[part]) for part in ("A", "B"))
+        a, b = (matrix(source.path, both[part]) for part in ("A", "B"))
         rank, alpha = settings.of(module)
         if not a.shape[0] == b.shape[1] == rank:
             raise FormatError(
@@ -368,7 +367,8 @@ def _pairs(source: SafetensorsSource, settings: _Settings) -> Iterator[tuple[str
         yield module, LoraPair(a, b, alpha, settings.rslora)
 
 
-def _matrix(path: Path, tensor: SourceTensor) -> Floats:
+def matrix(path: Path | str, tensor: SourceTensor) -> Floats:
+    """The values of one half of a pair, float32; FormatError if it is no matrix of finite floats."""
     info = tensor.info
     if len(info.shape) != 2 or info.encoding not in ("f32", "f16", "bf16", "f64"):
         raise FormatError(

@@ -129,22 +129,9 @@ class MappedFile:
         if not hasattr(os, "preadv"):  # Windows, macOS before 11
             out[:] = self.read(offset, len(out))
             return
-        if offset + len(out) > self.size:
-            raise FormatError(
-                f"{self.path}: cut short: {len(out)} bytes at offset {offset} lie outside the file of {self.size} bytes"
-            )
+        self._check_inside(offset, len(out))
         self._check_usable()
-        left = out
-        try:
-            while left:
-                got = os.preadv(self._file.fileno(), [left], offset)
-                if not got:
-                    raise FormatError(
-                        f"{self.path}: changed while it was read: the file is shorter than it was"
-                    )
-                left, offset = left[got:], offset + got
-        except OSError as error:
-            raise OazooError(f"{self.path}: cannot be read: {error.strerror}") from error
+        self._fill(out, offset)
 
     def view(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
         """A read-only mapped view of ``[offset, offset + size)``, which lies inside the file."""
@@ -252,7 +239,7 @@ class MappedTensor(SourceTensor):
             step = max(1, elements // encoding.block) * encoding.block
             for start in range(0, count, step):
                 stop = min(start + step, count)
-                yield from encoding.chunks(self.part(start, stop), stop - start, stop - start)
+                yield from encoding.chunks(self.part(start, stop), stop - start, step)
         except FormatError as error:
             raise self._named(error) from error
 

@@ -1,4 +1,4 @@
-"""``.oam``: a strict, mapped reader of wire versions 1 to 3. The writer is :mod:`oazoo.formats.oam_writer`."""
+"""``.oam``: a strict reader of wire versions 1 to 3. The writer is :mod:`oazoo.formats.oam_writer`."""
 
 from __future__ import annotations
 

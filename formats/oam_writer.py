@@ -2,12 +2,14 @@
 
 The whole layout follows from the names, shapes and encodings, so every payload has its place in the file before a byte
 moves, payloads can come in any order and in pieces, and memory stays at a few small buffers. Weights that come in the order
-of the entries are hashed by a thread while they are written; what comes otherwise is read again for its checksum.
+of the entries are hashed by one thread and written by another while the next are made; what comes otherwise is read again
+for its checksum.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -194,8 +196,8 @@ class OamWriter:
         self._hashed = start + len(table)
         size = next(size for kind, _, size in self._sections if kind == layout.WEIGHTS)
         if size >= _WORTH_A_THREAD:
-            self._sum = BackgroundFnv1a64()
-            self._sum.update(memoryview(table))
+            self._sum = BackgroundFnv1a64(self._store if hasattr(os, "pwrite") else None)
+            self._sum.update(memoryview(table), start)
 
     def _drop_sum(self) -> None:
         if self._sum is not None:
@@ -226,32 +228,49 @@ class OamWriter:
 
     def _write(self, name: str, slot: _Slot, data: Any, follows: bool) -> None:
         summed = self._sum if follows else None
+        stores = summed is not None and hasattr(os, "pwrite")
         if summed is not None and slot.size:
-            summed.update(memoryview(bytes(slot.offset - slot.begin)))
+            self._add(summed, bytes(slot.offset - slot.begin), slot.begin)
         position = 0
         for piece in _buffers(data):
             if position + len(piece) > slot.size:
                 raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got more")
             if summed is not None:
-                summed.update(piece)
-            self._put(slot.offset + position, piece)
+                self._add(summed, piece, slot.offset + position)
+            if not stores:
+                self._put(slot.offset + position, piece)
             position += len(piece)
         if position != slot.size:
             raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got {position}")
         if summed is not None and slot.size:
             self._hashed = slot.offset + slot.size
 
+    def _add(self, summed: BackgroundFnv1a64, data: bytes | memoryview, offset: int) -> None:
+        """Hash bytes of the weights, and where the system can write at a position, store them: by threads, in time."""
+        try:
+            summed.update(memoryview(data), offset)
+        except OSError as error:  # of an earlier piece
+            raise output_error(self.path, error) from error
+
     def _put(self, offset: int, data: bytes | memoryview) -> None:
-        if self._output is None or self._flush is None:
+        if self._output is None:
             raise UsageError(f"{self.path}: an OamWriter is used in a with statement")
         try:
-            self._output.raw.seek(offset)
-            left = memoryview(data)
-            while left:  # a full disk takes what fits, and says so at the next attempt
-                left = left[self._output.raw.write(left) :]
-            self._flush.wrote(len(data))
+            self._store(memoryview(data), offset)
         except OSError as error:
             raise output_error(self.path, error) from error
+
+    def _store(self, data: memoryview, offset: int) -> None:
+        """Write bytes to their place. Any thread may, where the system can write at a position."""
+        assert self._output is not None and self._flush is not None
+        file, left = self._output.raw, data
+        positioned = hasattr(os, "pwrite")
+        if not positioned:
+            file.seek(offset)
+        while left:  # a full disk takes what fits, and says so at the next attempt
+            done = os.pwrite(file.fileno(), left, offset) if positioned else file.write(left)
+            left, offset = left[done:], offset + done
+        self._flush.wrote(len(data))
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

@@ -32,6 +32,7 @@ MAX_NAME = 4096
 MAX_VALUES = 1 << 20
 _SMALL = 64
 _LOCAL = struct.Struct("<4s5H3I2H")
+_END = struct.Struct("<4s4H2IH")
 HOW = (
     "take the SafeTensors files of the model, or convert it where you trust it: "
     "safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT)"
@@ -149,6 +150,10 @@ def _records(file: MappedFile) -> dict[str, _Record]:
         struct.error,
     ) as error:
         raise FormatError(f"is a damaged zip archive: {error}") from error
+    if file.read(file.size - _END.size, _END.size)[:4] != b"PK\x05\x06":
+        raise FormatError(
+            "has bytes after the end of its archive, or a comment, which torch.save never writes"
+        )
     if len(members) > MAX_RECORDS:
         raise FormatError(f"has {len(members)} records; at most {MAX_RECORDS} are read")
     records: dict[str, _Record] = {}

@@ -1,7 +1,8 @@
 """oazoo: a model zoo with weight translation and quantization, on its own Vulkan runtime.
 
 The public functions are imported when they are first used, so that ``import oazoo`` is quick and needs no driver:
-:func:`load`, :func:`convert`, :func:`quantize`, :func:`evaluate`, :func:`export`, :func:`diff`, :func:`pull`.
+:func:`load`, :func:`convert`, :func:`quantize`, :func:`evaluate`, :func:`export`, :func:`diff`, :func:`pull`,
+:func:`train`, :func:`finetune`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,34 @@ if TYPE_CHECKING:
     from oazoo.zoo.load import load
     from oazoo.zoo.pull import pull
     from oazoo.zoo.quantize import quantize
+    from oazoo.zoo.train import finetune, train
 
 __version__ = "0.1.0"
 
-__all__ = ["OazooError", "__version__", "convert", "diff", "evaluate", "export", "load", "pull", "quantize"]
+__all__ = [
+    "OazooError",
+    "__version__",
+    "convert",
+    "diff",
+    "evaluate",
+    "export",
+    "finetune",
+    "load",
+    "pull",
+    "quantize",
+    "train",
+]
 
 _HOMES = {
     "convert": "oazoo.zoo.convert",
     "diff": "oazoo.zoo.diff",
     "evaluate": "oazoo.zoo.evaluate",
     "export": "oazoo.zoo.export",
+    "finetune": "oazoo.zoo.train",
     "load": "oazoo.zoo.load",
     "pull": "oazoo.zoo.pull",
     "quantize": "oazoo.zoo.quantize",
+    "train": "oazoo.zoo.train",
 }
 
 

@@ -5,7 +5,7 @@ It knows nothing of models. Importing it opens no driver; :func:`get_device` doe
 
 from __future__ import annotations
 
-from oazoo.runtime.device import Device, get_device
+from oazoo.runtime.device import Device, get_device, open_ahead
 from oazoo.runtime.instance import DeviceInfo, list_devices, validation_messages
 from oazoo.runtime.program import Program
 from oazoo.runtime.tensor import Tensor
@@ -21,5 +21,6 @@ __all__ = [
     "VulkanUnavailableError",
     "get_device",
     "list_devices",
+    "open_ahead",
     "validation_messages",
 ]

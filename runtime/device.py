@@ -10,15 +10,16 @@ import atexit
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.errors import DeviceError
+from oazoo.errors import DeviceError, OazooError
 from oazoo.runtime.instance import (
     DeviceInfo,
     choose,
@@ -370,6 +371,7 @@ class Device:
 
 
 _default: Device | None = None
+_opening = threading.Lock()
 
 
 def get_device() -> Device:
@@ -380,6 +382,21 @@ def get_device() -> Device:
         UsageError: ``OAZOO_DEVICE`` names no device.
     """
     global _default
-    if _default is None or _default.closed:
-        _default = Device.open(os.environ.get("OAZOO_DEVICE"))
-    return _default
+    with _opening:
+        if _default is None or _default.closed:
+            _default = Device.open(os.environ.get("OAZOO_DEVICE"))
+        return _default
+
+
+def open_ahead() -> None:
+    """Begin to open the process's device while the caller does something else; drivers take a tenth of a second and more.
+
+    :func:`get_device` waits for it, and tells what went wrong.
+    """
+
+    def opened() -> None:
+        with suppress(OazooError):
+            get_device()
+
+    if _default is None:
+        threading.Thread(target=opened, name="oazoo-device").start()

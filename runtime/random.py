@@ -54,7 +54,12 @@ class Generator:
         """One draw, u32 [4], of which ops take as many numbers as they need; counts on."""
         replay = _replay.get()
         if replay is not None:
-            return next(replay)
+            again = next(replay, None)
+            if again is None:
+                raise DeviceError(
+                    "a checkpointed block draws random numbers more often the second time than the first"
+                )
+            return again
         drawn = Tensor.empty(self.state.device, (4,), "u32")
         kernel = self.state.device.kernel("draw")
         kernel.dispatch((1, 1, 1), {}, {"state": self.state, "draw": drawn})

@@ -162,6 +162,54 @@ def checkpoint(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return result
 
 
+def by_rows(form: Callable[[Tensor, int, int], Tensor], x: Tensor, size: int) -> Tensor:
+    """The sum of ``form(x.rows(start, stop), start, stop)`` over stretches of ``size`` rows, keeping one stretch at a time.
+
+    For what is large for all rows at once, such as logits: the way back computes each stretch once more.
+
+    Args:
+        form: from some rows of x, and which they are, to a tensor of one shape; it depends on them and on tensors with
+            ``requires_grad``, and draws no random numbers.
+        x: f32 [rows, …], at least one row.
+        size: rows of a stretch.
+
+    Returns:
+        A tensor of the shape that ``form`` gives.
+    """
+    from oazoo.runtime.ops.arithmetic import accumulate
+    from oazoo.runtime.ops.elementwise import add
+
+    stretches = [(start, min(start + size, x.shape[0])) for start in range(0, x.shape[0], size)]
+
+    def run(start: int, stop: int, want: bool) -> tuple[GradientTape, Tensor, Tensor]:
+        own = x.rows(start, stop)
+        own.requires_grad = want
+        with GradientTape() as inner:
+            return inner, own, form(own, start, stop)
+
+    def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
+        dx = Tensor.empty(x.device, x.shape) if want[0] else None
+        for start, stop in stretches:
+            inner, own, y = run(start, stop, want[0])
+            inner.backward(y, dy)
+            if dx is not None and own.grad is not None:
+                accumulate(dx.rows(start, stop), own.grad, 1.0, 0.0)
+        return [dx]
+
+    tape = _open.get()
+    total: Tensor | None = None
+    reached = False
+    for start, stop in stretches:
+        inner, _, y = run(start, stop, tape is not None and tape.wants(x))
+        reached = reached or id(y) in inner._reached
+        with no_grad():
+            total = y if total is None else add(total, y)
+    assert total is not None
+    if tape is not None and reached:
+        tape.note(total, (x,), back)
+    return total
+
+
 def taped(result: Tensor, inputs: Sequence[Tensor | None], rule: Rule) -> Tensor:
     """``result``, noted on the open tape if there is one and any of ``inputs`` needs a gradient."""
     tape = _open.get()

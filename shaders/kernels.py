@@ -145,6 +145,7 @@ def _training() -> dict[str, KernelSpec]:
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
     table["embedding_back_lanes"] = KernelSpec("train_rows", "embedBackLanes")
+    table["embedding_back_few"] = KernelSpec("train_rows", "embedBackFew")
     for name in ("Sgd", "Adam", "Muon", "Apply"):
         table[f"update_{name.lower()}"] = KernelSpec("optimizer", f"update<{name}>")
     for name, entry in OPTIMIZER_PARTS.items():
@@ -170,9 +171,14 @@ KERNELS: dict[str, KernelSpec] = {
         for source in ("f32", "f16", "bf16")
     },
     **{
+        f"pack_{target}_f32_wide": KernelSpec("pack", f"pack{target.upper()}<F32WideSource>", precise=True)
+        for target in ("q4", "q8")
+    },
+    **{
         f"encode_{target}_{source}": KernelSpec("encode", f"encode{target.upper()}<{source.upper()}Source>")
         for target in ("q4", "q8")
         for source in ("f32", "f16", "bf16")
     },
+    "feedback_q4": KernelSpec("feedback", "feedbackQ4"),
     **_linear(),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from oazoo.translators.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, Vocabulary
+from oazoo.translators.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, Vocabulary, build
 
 CORPUS = "the cat sat on the mat and the other cat ate the hat that the rat had; naïve café " * 3
 ALPHABET = "▁abcdefghijklmnopqrstuvwxyzéï.;"
@@ -36,6 +38,14 @@ def vocabulary(merges: int = 60, space_prefix: bool = True) -> Vocabulary:
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(joined) + len(ALPHABET))]
     scores = [0.0] * 259 + [-float(rank) for rank in range(len(joined) + len(ALPHABET))]
     return Vocabulary(pieces, scores, types, space_prefix)
+
+
+def with_runs(v: Vocabulary, lengths: Sequence[int], character: str = "▁") -> Vocabulary:
+    """With runs of a character as pieces, all of one score, as Llama and Mistral have runs of spaces."""
+    pieces = [*v.pieces, *(character * length for length in lengths)]
+    scores = [-1e9 if p == character else score for p, score in zip(v.pieces, v.scores, strict=True)]
+    count = len(lengths)
+    return Vocabulary(pieces, [*scores, *[-1e9] * count], [*v.types, *[NORMAL] * count], v.space_prefix)
 
 
 def reference_encode(v: Vocabulary, text: str) -> list[int]:
@@ -75,3 +85,20 @@ def gguf_metadata(v: Vocabulary) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
+
+
+def with_phi3(v: Vocabulary) -> Vocabulary:
+    """With some of the added tokens of Phi-3."""
+    added = ("<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>")
+    return Vocabulary([*v.pieces, *added], [*v.scores, *[0.0] * 4], [*v.types, *[CONTROL] * 4])
+
+
+def phi3_document(v: Vocabulary) -> dict[str, Any]:
+    """A tokenizer.json in which, as Phi-3 has it, added tokens take the space after them away, all but three."""
+    document: dict[str, Any] = json.loads(build(v, "v", prefix=("<s>", 1), suffix=None))
+    for entry in document["added_tokens"]:
+        entry["rstrip"] = entry["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    return document
+
+
+PHI3_CHAT = "<|user|>\nthe cat<|end|>\n<|assistant|>\n  the<|endoftext|> hat</s> a"

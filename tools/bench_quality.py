@@ -1,9 +1,10 @@
 """`make bench-quality`: what each way of quantising costs SmolLM2, measured on a text.
 
-Converts the model to f32, makes every version of it with the real command, and holds all of them against f32 at once, window
-by window, as `oazoo eval` does. Prints a Markdown table; that and the numbers as JSON lie in build/quality.
+Converts the model to f32, calibrates it once, makes every version of it with the real command, and holds all of them
+against f32 at once, window by window, as `oazoo eval` does. Prints a Markdown table; that and the
+numbers as JSON lie in build/quality.
 
-    python tools/bench_quality.py [--methods f32,q8,q4] [--also 'NAME=--to q4 --keep "embed*"'] [--text FILE]
+    python tools/bench_quality.py [--methods f32,q8,q4-mixed] [--also 'NAME=--to q4 --keep "embed*"'] [--text FILE]
                                   [--context 512] [--windows N] [--model NAME] [--json]
 
 The text is the GPL-3 as Debian's package base-files has it, unless another is given.
@@ -27,15 +28,22 @@ from oazoo.zoo.evaluate import Evaluation, evaluate_all
 MODEL = "smollm2-135m-instruct"
 TEXT = Path("/usr/share/common-licenses/GPL-3")
 FOLDER = Path("build") / "quality"
+STATS = FOLDER / "stats.safetensors"
 #: The versions by name, as arguments of `oazoo quantize`. f32 is the reference itself; f16 and bf16 are conversions.
 METHODS: dict[str, str] = {
     "f32": "",
     "f16": "",
     "bf16": "",
-    "q8": "--to q8",
-    "q4": "--to q4",
+    "q8-absmax": "--recipe q8 --method absmax",
+    "q8-search": "--recipe q8 --method search",
+    "q8": "--recipe q8 --stats STATS",
+    "q4-absmax": "--recipe q4 --method absmax",
+    "q4-search": "--recipe q4 --method search",
+    "q4": "--recipe q4 --stats STATS",
+    "q4-mixed": "--recipe q4-mixed --stats STATS",
+    "q4-high": "--recipe q4-high --stats STATS",
 }
-DEFAULT = "f32,f16,q8,q4"
+DEFAULT = ",".join(name for name in METHODS if name not in ("f16", "bf16", "q8-search"))
 
 
 def oazoo_command(*arguments: str) -> None:
@@ -50,7 +58,10 @@ def make(name: str, how: str, model: str) -> Path:
     """The file of one version, made anew."""
     path = FOLDER / f"{name}.oam"
     if how:
-        oazoo_command("quantize", str(FOLDER / "f32.oam"), "-o", str(path), "--force", *shlex.split(how))
+        if "STATS" in how.split() and not STATS.exists():
+            oazoo_command("calibrate", str(FOLDER / "f32.oam"), "-o", str(STATS))
+        arguments = [str(STATS) if word == "STATS" else word for word in shlex.split(how)]
+        oazoo_command("quantize", str(FOLDER / "f32.oam"), "-o", str(path), "--force", *arguments)
     else:
         oazoo_command("convert", model, "-o", str(path), "--dtype", name, "--force")
     return path
@@ -105,7 +116,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--methods", default=DEFAULT, help=f"of {', '.join(METHODS)}; default {DEFAULT}")
-    parser.add_argument("--also", action="append", default=[], metavar="NAME=ARGUMENTS")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=ARGUMENTS",
+        help="arguments of oazoo quantize; STATS stands for the file of oazoo calibrate",
+    )
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--windows", type=int)
@@ -129,6 +146,7 @@ def main() -> int:
     text = options.text.read_text(encoding="utf-8")
 
     FOLDER.mkdir(parents=True, exist_ok=True)
+    STATS.unlink(missing_ok=True)  # of another version, or another model
     reference = make("f32", "", options.model)
     paths = {
         name: reference if name == "f32" else make(name, how, options.model) for name, how in wanted.items()

@@ -69,7 +69,7 @@ class ExportPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Upper estimate of the memory that streaming takes beyond the interpreter and the mapped source."""
+        """Upper estimate of the memory that streaming takes beyond the interpreter."""
         largest = 0
         for tensor in self.tensors:
             count = encodings.numel(tensor.shape)

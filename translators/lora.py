@@ -116,17 +116,18 @@ def _kind(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
-def lora_map(config: ModelConfig, declared: Sequence[str] = ()) -> LoraMap:
+def lora_map(config: ModelConfig, declared: Sequence[str] = (), naming: str = "hf") -> LoraMap:
     """Where the linear layers of a model are in the published one.
 
     Args:
         config: the model.
         declared: architectures that it is known to have come from; they are preferred.
+        naming: ``hf`` or ``gguf``.
 
     Raises:
-        TranslationError: no Hugging Face architecture expresses the model; the message says why.
+        TranslationError: no published architecture expresses the model; the message says why.
     """
-    return _map_of(config, outgoing(config, "hf", declared))
+    return _map_of(config, outgoing(config, naming, declared))
 
 
 def _map_of(config: ModelConfig, out: Outgoing) -> LoraMap:
@@ -197,18 +198,22 @@ def _joined(parts: Sequence[tuple[Place, LoraPair]]) -> LoraPair:
 
 
 def bind(
-    adapter: Adapter, config: ModelConfig, declared: Sequence[str] = (), path: object = "the adapter"
+    adapter: Adapter,
+    config: ModelConfig,
+    declared: Sequence[str] = (),
+    path: object = "the adapter",
+    naming: str = "hf",
 ) -> dict[str, LoraPair]:
-    """Pairs of our layers from an adapter for the published model.
+    """Pairs of our layers from an adapter for the published model, under the names of ``naming``, ``hf`` or ``gguf``.
 
     A model may be expressed by several architectures (a Phi-3 as a Llama, with q, k and v apart); the first that has all of
     the adapter's modules counts.
 
     Raises:
-        TranslationError: no Hugging Face architecture expresses the model.
+        TranslationError: no published architecture expresses the model.
         FormatError: see :func:`to_ours`, for the first architecture.
     """
-    maps = [_map_of(config, out) for out in every_outgoing(config, "hf", declared)]
+    maps = [_map_of(config, out) for out in every_outgoing(config, naming, declared)]
     fitting = (where for where in maps if adapter.pairs.keys() <= set(where.modules))
     return to_ours(adapter, next(fitting, maps[0]), path)
 

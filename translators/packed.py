@@ -20,6 +20,13 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
         "FP8 with one scale a tensor",
     ),
     (re.compile(r"\.(weight_packed|weight_shape|weight_zero_point)$"), "compressed-tensors"),
+    (
+        re.compile(r"\.(weight_scale_2|weight_scales|weight_quantizer\..*)$"),
+        "NVFP4, EETQ, or another scheme with scales",
+    ),
+    (re.compile(r"\.(W_q|Qidxs|codebooks|centroids)$"), "HQQ, QuIP#, AQLM or VPTQ"),
+    (re.compile(r"\._(data|scale)$"), "Quanto"),
+    (re.compile(r"_blocks$|_scales$"), "MXFP4 in blocks and scales"),
     (re.compile(r"\.(scales|biases)$"), "MLX, or another scheme with separate scales"),
 )
 _ADVICE = (

@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Upper estimate of the memory that streaming takes beyond the interpreter and the mapped source."""
+        """Upper estimate of the memory that streaming takes beyond the interpreter."""
         source = self.checkpoint.source
         largest = max((tensor.working_bytes(source) for tensor in self.checked.tensors), default=0)
         return largest + sum(map(len, self.assets.files().values())) + 16 * CHUNK

@@ -67,15 +67,20 @@ def spm_settings(
     unknown = model.get("unk_token")
     if isinstance(unknown, str) and unknown in ids:
         types[ids[unknown]] = spm.UNKNOWN
-    groups = _groups(model.get("merges") or (), where)
+    merges = [_pair(merge) for merge in model.get("merges") or ()]
     # Added tokens that stand for spaces are not found in texts, only merged: Gemma's runs of them.
-    for whole in groups:
-        if spm.SPACE in whole and whole in ids and types[ids[whole]] == spm.USER_DEFINED:
-            types[ids[whole]] = spm.NORMAL
-    made = [whole for whole in groups if whole in ids and types[ids[whole]] == spm.NORMAL]
-    scores = _scores(tokens, types, {whole: float(-rank) for rank, whole in enumerate(made)})
+    for left, right in merges:
+        number = ids.get(left + right)
+        if number is not None and spm.SPACE in left + right and types[number] == spm.USER_DEFINED:
+            types[number] = spm.NORMAL
+    # Merges with a token in them that is found in texts before merging begins never happen.
+    normal = {token for token, kind in zip(tokens, types, strict=True) if kind == spm.NORMAL}
+    merges = [pair for pair in merges if normal.issuperset((*pair, "".join(pair)))]
+    groups = _groups(merges, where)
+    ranked = {"".join(pair): float(-rank) for rank, pairs in enumerate(groups) for pair in pairs}
+    scores = _scores(tokens, types, ranked)
     vocabulary = spm.Vocabulary(tokens, scores, types, prefix)
-    _check(vocabulary, {whole: groups[whole] for whole in made}, where)
+    _check(groups, vocabulary, where)
     settings = {
         f"{_AT}model": "llama",
         f"{_AT}pre": "default",
@@ -129,21 +134,42 @@ def _steps(part: Any, key: str) -> list[Mapping[str, Any]]:
     return [part]
 
 
-def _groups(merges: Sequence[Any], where: str) -> dict[str, set[tuple[str, str]]]:
-    """Piece → the pairs that it is made from, in the order of the list, where each piece has to stand in one place."""
-    groups: dict[str, set[tuple[str, str]]] = {}
-    last = None
-    for merge in merges:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        whole = left + right
-        if whole != last and whole in groups:
-            raise TokenizerError(
-                f"{where}: the merges that make {whole[:32]!r} stand in several places of the list, which scores cannot "
-                f"say. {_ALONE}"
-            )
-        groups.setdefault(whole, set()).add((left, right))
-        last = whole
+def _pair(merge: Any) -> tuple[str, str]:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _groups(merges: Sequence[tuple[str, str]], where: str) -> list[list[tuple[str, str]]]:
+    """The merges that make one piece together, in the order of the list, where they have to stand in one place.
+
+    Runs of one character may be mixed with each other: then they are one group, and have one score.
+    """
+    groups, scattered = _grouped(merges, "")
+    if scattered and all(map(spm.is_run, scattered)):
+        groups, scattered = _grouped(merges, "".join({piece[0] for piece in scattered}))
+    if scattered:
+        raise TokenizerError(
+            f"{where}: the merges that make {scattered[0][:32]!r} stand in several places of the list, which scores cannot "
+            f"say. {_ALONE}"
+        )
     return groups
+
+
+def _grouped(merges: Sequence[tuple[str, str]], mixed: str) -> tuple[list[list[tuple[str, str]]], list[str]]:
+    """Groups, and the pieces that are made in several places. Runs of each of the characters ``mixed`` count as one."""
+    groups: list[list[tuple[str, str]]] = []
+    last, seen, scattered = "", set[str](), []
+    for pair in merges:
+        piece = "".join(pair)
+        name = piece[:2] if mixed and piece[0] in mixed and spm.is_run(piece) else piece
+        if name != last:
+            if name in seen:
+                scattered.append(name)
+            seen.add(name)
+            groups.append([])
+        groups[-1].append(pair)
+        last = name
+    return groups, scattered
 
 
 def _scores(tokens: Sequence[str], types: Sequence[int], ranked: Mapping[str, float]) -> list[float]:
@@ -161,16 +187,24 @@ def _scores(tokens: Sequence[str], types: Sequence[int], ranked: Mapping[str, fl
     return scores
 
 
-def _check(vocabulary: spm.Vocabulary, made: Mapping[str, set[tuple[str, str]]], where: str) -> None:
-    """What the scores mean must be what the list of merges says, up to pairs of tokens that text never consists of."""
-    normal = {
-        piece for piece, kind in zip(vocabulary.pieces, vocabulary.types, strict=True) if kind == spm.NORMAL
-    }
-    found = _groups(spm.merges(vocabulary, where), where)
-    for whole in [*made, *found]:
-        wanted = {pair for pair in made.get(whole, ()) if normal.issuperset(pair)}
-        if wanted != found.get(whole, set()):
-            missing = sorted(found.get(whole, set()) - wanted) or sorted(wanted - found.get(whole, set()))
-            raise TokenizerError(
-                f"{where}: the merges of this tokenizer are not those of scores: {whole[:32]!r} from {missing[0]}. {_ALONE}"
-            )
+def _check(groups: Sequence[Sequence[tuple[str, str]]], vocabulary: spm.Vocabulary, where: str) -> None:
+    """What the scores mean must be what the list of merges says."""
+    meant = [_pair(merge) for merge in spm.merges(vocabulary, where)]
+    start = 0
+    for group in groups:
+        pieces = {"".join(pair) for pair in group}
+        found = []
+        while start < len(meant) and "".join(meant[start]) in pieces:
+            found.append(meant[start])
+            start += 1
+        if set(found) != set(group) or (len(pieces) > 1 and found != list(group)):
+            raise _not_those("".join(group[0]), where)
+    if start < len(meant):
+        raise _not_those("".join(meant[start]), where)
+
+
+def _not_those(piece: str, where: str) -> TokenizerError:
+    return TokenizerError(
+        f"{where}: the merges of this tokenizer are not those of scores: {piece[:32]!r} would be made in other ways. "
+        f"{_ALONE}"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +23,7 @@ from oazoo.translators.rules import Ignored, Rule
 from oazoo.translators.settings import Settings, read_json
 
 MAX_CONFIG_BYTES = 16 << 20
+_SHARD = re.compile(r"-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors$")
 #: Whose tensor names and setting keys a checkpoint can use; see :class:`Checkpoint`.
 NAMINGS = ("hf", "gguf", "torch", "onnx", "raw")
 
@@ -230,6 +232,12 @@ def open_checkpoint(source: WeightSource, arch: str = "auto", *, own_map: bool =
     if source.format == "safetensors":
         folder = source.path if source.path.is_dir() else source.path.parent
         path = folder / "config.json"
+        shard = _SHARD.search(source.path.name)
+        if shard is not None and int(shard[2]) > 1 and not own_map:
+            raise TranslationError(
+                f"{source.path}: is part {int(shard[1])} of a model in {int(shard[2])} files; name the folder that has all "
+                "of them and their index (from the Hub: hf:org/name, without the file)"
+            )
         if not path.is_file():
             if own_map:
                 return Checkpoint(source, "hf", {}, folder, ())

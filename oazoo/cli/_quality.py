@@ -35,7 +35,7 @@ _OPTIONS = (
         "--eval-text",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="UTF-8 text that the last three measure on; '-' is standard input.",
+        help="UTF-8 text that the last three measure on, and the report shows; '-' is standard input.",
     ),
     click.option(
         "--eval-context",
@@ -69,10 +69,14 @@ class Quality:
         output: Path,
         quantize: Callable[[Path], QuantizeReport],
         *,
+        calibration: str | None = None,
         overwrite: bool,
         progress: ProgressCallback,
     ) -> tuple[QuantizeReport, dict[str, Any]]:
-        """Quantise with ``quantize(path)``, and do what the options ask for; also gives what to add to the JSON."""
+        """Quantise with ``quantize(path)``, and do what the options ask for; also gives what to add to the JSON.
+
+        ``calibration`` is what the report shows the models on where there is no text to measure on.
+        """
         from oazoo.zoo.receipt import Limits, quantize_measured
 
         limits = Limits(self.max_kl, self.max_ppl_ratio)
@@ -111,7 +115,7 @@ class Quality:
             from oazoo.zoo.report import write_report
 
             page = write_report(
-                source, output, self.report, text=text, overwrite=overwrite, progress=progress
+                source, output, self.report, text=text or calibration, overwrite=overwrite, progress=progress
             )
             more["report"] = {"path": str(self.report), **page.to_json()}
             say(f"{self.report}: what each tensor lost")

@@ -47,6 +47,14 @@ device_option = click.option(
 )
 
 
+adapter_option = click.option(
+    "--adapter",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Run the model with this LoRA adapter (PEFT's layout) beside its weights.",
+)
+
+
 special_option = click.option(
     "--special/--no-special",
     default=True,
@@ -64,14 +72,14 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def load_model(name: str, device: str | None) -> TextModel:
-    """Load a model by name, path or URI onto a device."""
+def load_model(name: str, device: str | None, adapter: Path | None = None) -> TextModel:
+    """Load a model by name, path or URI onto a device, with a LoRA adapter beside it if there is one."""
     import oazoo
 
     if device is not None:
         os.environ["OAZOO_DEVICE"] = device
     with progress_bar() as progress:
-        model = oazoo.load(name, progress=progress, notify=say)
+        model = oazoo.load(name, adapter=adapter, progress=progress, notify=say)
     if model.info.get("software_device"):
         say(f"{model.info.get('device')} is a software device: everything works, slowly")
     return model

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from oazoo.cli._text import (
+    adapter_option,
     check_settings,
     check_text,
     decode_utf8,
@@ -45,6 +46,7 @@ Ctrl-C          end the answer"""
 )
 @special_option
 @sampling_options
+@adapter_option
 @device_option
 @quiet_option
 def command(
@@ -52,6 +54,7 @@ def command(
     system: str | None,
     template: Path | None,
     special: bool,
+    adapter: Path | None,
     device: str | None,
     **settings: Any,
 ) -> int:
@@ -63,7 +66,7 @@ def command(
     given = check_settings(settings)
     check_text(system or "", "the system message")
     source = read_text(template, "the chat template") if template is not None else None
-    return run(load_model(model, device), given, system=system, template=source, special=special)
+    return run(load_model(model, device, adapter), given, system=system, template=source, special=special)
 
 
 def run(

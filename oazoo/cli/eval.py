@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from oazoo.cli._text import device_option, load_model, read_text
+from oazoo.cli._text import adapter_option, device_option, load_model, read_text
 from oazoo.cli.common import (
     emit_json,
     emit_table,
@@ -41,6 +41,7 @@ from oazoo.errors import UsageError
 @click.option(
     "--max-ppl-ratio", type=float, metavar="Y", help="Fail (exit 1) above this ratio of perplexities."
 )
+@adapter_option
 @device_option
 @json_option
 @quiet_option
@@ -53,6 +54,7 @@ def command(
     receipt: bool,
     max_kl: float | None,
     max_ppl_ratio: float | None,
+    adapter: Path | None,
     device: str | None,
     as_json: bool,
 ) -> None:
@@ -75,7 +77,7 @@ def command(
     if receipt:
         check_receipt_target(model)
     original = None if against is None else load_model(against, device)
-    loaded = load_model(model, device)
+    loaded = load_model(model, device, adapter)
     with progress_bar() as progress:
         result = evaluate(loaded, text, against=original, context=context, windows=windows, progress=progress)
     if as_json:

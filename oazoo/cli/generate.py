@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from oazoo.cli._text import (
+    adapter_option,
     check_settings,
     check_text,
     device_option,
@@ -50,6 +51,7 @@ from oazoo.generation.sampling import NonFiniteLogitsError
     "--debug-nan", is_flag=True, help="If the logits go bad, run again and name the layer where it began."
 )
 @click.option("--show-tokens", is_flag=True, help="List the prompt's tokens on stderr (with --json: in it).")
+@adapter_option
 @device_option
 @json_option
 @quiet_option
@@ -64,6 +66,7 @@ def command(
     stream: bool,
     debug_nan: bool,
     show_tokens: bool,
+    adapter: Path | None,
     device: str | None,
     as_json: bool,
     **settings: Any,
@@ -81,7 +84,7 @@ def command(
         raise UsageError("--raw and --template exclude each other: a raw prompt goes through no template")
     source = read_text(template, "the chat template") if template is not None else None
     return run(
-        load_model(model, device),
+        load_model(model, device, adapter),
         text,
         given,
         system=system,

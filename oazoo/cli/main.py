@@ -9,11 +9,13 @@ the overview imports no command and stays fast. Errors are turned into messages 
 from __future__ import annotations
 
 import ast
+import atexit
 import difflib
 import gc
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ _PACKAGE = "oazoo.cli"
 #: New objects between two searches for garbage. Python's own 700 make it search all the time while modules are loaded, a
 #: quarter of what a start takes.
 _GARBAGE = 20_000
+#: Seconds that a thread which reads, hashes or writes waits at most for the interpreter.
+_SWITCH = 0.001
 
 
 class LazyGroup(click.Group):
@@ -83,6 +87,11 @@ class LazyGroup(click.Group):
     ) -> Any:
         """Run the command line; every way out ends in a message and an exit code, never in a traceback."""
         gc.set_threshold(_GARBAGE)
+        sys.setswitchinterval(_SWITCH)
+        atexit.unregister(gc.freeze)
+        atexit.register(
+            gc.freeze
+        )  # the searches for garbage at the very end would free what the process's end frees
 
         def call() -> Any:
             return super(LazyGroup, self).main(

@@ -146,7 +146,9 @@ def command(
         if output is None or dry_run:
             report = pack(output)
         else:
-            report, more = quality.run(source, output, pack, overwrite=force, progress=progress)
+            report, more = quality.run(
+                source, output, pack, calibration=text, overwrite=force, progress=progress
+            )
     if as_json:
         emit_json({**report.to_json(), **more})
     elif dry_run:

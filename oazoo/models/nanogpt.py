@@ -112,5 +112,5 @@ def positioned(
 ) -> Tensor:
     """Embeddings of tokens and of their positions, added up: f32 [tokens, hidden]."""
     if isinstance(context, Sequences):
-        return dropout(add(embed(ids), positions(context.positions)))
+        return dropout(embed(ids, positions, period=context.tokens))
     return embed(ids, positions, context.start)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from oazoo.models.cache import KVCache, on_device
@@ -20,13 +19,11 @@ class Sequences:
     Attributes:
         batch: number of sequences, one after the other in the rows of activations.
         tokens: length of each.
-        positions: i32 [batch · tokens], the position of each row in its sequence.
         rotary: a table a layer, f32 [tokens, rotated / 2, 2] of cosine and sine by position; None without rotary positions.
     """
 
     batch: int
     tokens: int
-    positions: Tensor
     rotary: tuple[Tensor, ...] | None
 
     @classmethod
@@ -38,8 +35,7 @@ class Sequences:
         rotary: Sequence[npt.NDArray[Any]] | None = None,
     ) -> Sequences:
         """For a batch; ``rotary`` has a table a layer, of which one that several share goes to the device once."""
-        positions = np.tile(np.arange(tokens, dtype=np.int32), batch)
-        return cls(batch, tokens, Tensor.from_numpy(device, positions), on_device(device, rotary))
+        return cls(batch, tokens, on_device(device, rotary))
 
 
 #: What a layer runs in: the cache of one sequence, or a batch of whole ones.

@@ -15,7 +15,8 @@ from oazoo.models.sequences import Context, Sequences
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.module import Module, ModuleList, Parameter
 from oazoo.runtime import Device, Program, Tensor
-from oazoo.runtime.tape import checkpoint
+from oazoo.runtime.ops.loss import cross_entropy
+from oazoo.runtime.tape import by_rows, checkpoint
 
 Ids = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
@@ -26,6 +27,8 @@ Watch = Callable[[str, Tensor], None]
 CHUNK = 256
 #: Logits computed at a time when those of every position are wanted: bounds what the vocabulary multiplies.
 _HEAD_ROWS = 64
+#: Logits of :meth:`CausalModel.loss` that are held at a time.
+_LOSS_LOGITS = 1 << 25
 #: Shapes of batches whose tables stay on the device.
 _KEPT_SHAPES = 8
 
@@ -99,6 +102,33 @@ class CausalModel(Module):
             GenerationError: ids of another shape, or more tokens than the model has positions.
         """
         return self.head_logits(self.sequence_hidden(ids))
+
+    def loss(
+        self, ids: Tensor, targets: Tensor, *, mask: Tensor | None = None, count: float | None = None
+    ) -> Tensor:
+        """The cross-entropy of :meth:`forward`'s logits; those of a large vocabulary are computed some rows at a time.
+
+        Args:
+            ids: i32, u32 or u8 [batch, tokens].
+            targets: i32, u32 or u8 [batch · tokens]; one outside the vocabulary gives NaN.
+            mask: f32 [batch · tokens] that each token's loss is multiplied by, or None.
+            count: what the sum is divided by; the number of tokens if None.
+
+        Returns:
+            f32 [1], nats a token.
+        """
+        hidden = self.sequence_hidden(ids)
+        rows = hidden.shape[0]
+        count = rows if count is None else count
+        size = max(4, _LOSS_LOGITS // self.vocab_size // 4 * 4)  # bytes as targets start at multiples of four
+        if rows <= size:
+            return cross_entropy(self.head_logits(hidden), targets, mask=mask, count=count)
+
+        def some(part: Tensor, start: int, stop: int) -> Tensor:
+            masked = None if mask is None else mask.rows(start, stop)
+            return cross_entropy(self.head_logits(part), targets.rows(start, stop), mask=masked, count=count)
+
+        return by_rows(some, hidden, size)
 
     def sequence_hidden(self, ids: Tensor) -> Tensor:
         """The residual stream of :meth:`forward` after the last layer, f32 [batch · tokens, hidden]."""

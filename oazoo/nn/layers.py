@@ -161,18 +161,21 @@ class Embedding(Module):
         self.scale = scale
 
     def __call__(
-        self, ids: Tensor, positions: Embedding | None = None, start: Tensor | None = None
+        self,
+        ids: Tensor,
+        positions: Embedding | None = None,
+        start: Tensor | None = None,
+        period: int | None = None,
     ) -> Tensor:
         """Ids (i32, u32 or u8 [...]) to f32 [..., features], scaled.
 
-        The rows of ``positions`` from ``start`` (i32 [1]) on are added to the tokens of one sequence; learned positions are
-        looked up by ids of their own.
+        Rows of ``positions`` are added: those from ``start`` (i32 [1], or 0) on, which start over after ``period`` ids.
         """
         if len(ids.shape) != 1:
-            flat = self(ids.view(ids.numel), positions, start)
+            flat = self(ids.view(ids.numel), positions, start, period)
             return reshaped(flat, *ids.shape, flat.shape[1])
         places = None if positions is None else positions.weight.tensor
-        return embedding(ids, self.weight.shards, places, start, scale=self.scale)
+        return embedding(ids, self.weight.shards, places, start, period=period, scale=self.scale)
 
 
 class ByteEmbedding(Embedding):

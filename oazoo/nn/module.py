@@ -57,16 +57,25 @@ class Parameter:
         found = np.concatenate([part.numpy() for part in parts])
         return found - np.float32(self.offset) if self.offset else found
 
+    def why_not_assign(self, shape: tuple[int, ...], device: Device | None) -> str | None:
+        """Why :meth:`assign` would not take values of this shape; None if it would."""
+        if shape != self.shape:
+            return f"has shape {list(shape)}; the module's is {list(self.shape)}"
+        if not self.shards and device is None:
+            return "is not loaded: say on which device"
+        packed = [shard.dtype for shard in self.shards if shard.dtype not in DTYPES]
+        return f"is {packed[0]} and is not written; make it f32 first (Module.to_f32)" if packed else None
+
     def assign(self, values: npt.ArrayLike, device: Device | None = None) -> None:
         """Replace the values by those of a file: in place where there are some already, else as f32 on ``device``."""
         array = np.asarray(values)
-        if array.shape != self.shape:
-            raise DeviceError(f"values of shape {list(array.shape)} for a parameter of {list(self.shape)}")
+        why = self.why_not_assign(array.shape, device)
+        if why is not None:
+            raise DeviceError(f"a parameter of shape {list(self.shape)} {why}")
         if self.offset:
             array = array.astype(np.float32) + np.float32(self.offset)
         if not self.shards:
-            if device is None:
-                raise DeviceError(f"a parameter of shape {self.shape} is not loaded: say on which device")
+            assert device is not None
             self.shards = (Tensor.from_numpy(device, array, dtype="f32"),)
             return
         first = 0
@@ -105,16 +114,22 @@ class Buffer:
         """The values as an array; waits for the device."""
         return self.tensor.numpy()
 
+    def why_not_assign(self, shape: tuple[int, ...], device: Device | None) -> str | None:
+        """Why :meth:`assign` would not take values of this shape; None if it would."""
+        if shape != self.shape:
+            return f"has shape {list(shape)}; the module's is {list(self.shape)}"
+        return None if self.tensors or device is not None else "is not initialized: say on which device"
+
     def assign(self, values: npt.ArrayLike, device: Device | None = None) -> None:
         """Replace the values: in place where there are some already, else on ``device``."""
         array = np.asarray(values, DTYPES[self.dtype])
-        if array.shape != self.shape:
-            raise DeviceError(f"values of shape {list(array.shape)} for a buffer of {list(self.shape)}")
+        why = self.why_not_assign(array.shape, device)
+        if why is not None:
+            raise DeviceError(f"a buffer of shape {list(self.shape)} {why}")
         if self.tensors:
             self.tensors[0].write(array)
-        elif device is None:
-            raise DeviceError(f"a buffer of shape {self.shape} is not initialized: say on which device")
         else:
+            assert device is not None
             self.tensors = (Tensor.from_numpy(device, array),)
 
 
@@ -137,12 +152,18 @@ class Module:
         for name, value in vars(self).items():
             yield from _held(name, value)
 
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """Every module below this one with its dotted name, in the order of assignment, those above before those below."""
+        for name, child in self.children():
+            if isinstance(child, Module):
+                yield prefix + name, child
+                yield from child.named_modules(f"{prefix}{name}.")
+
     def modules(self) -> Iterator[Module]:
         """This module and every one below it."""
         yield self
-        for _, child in self.children():
-            if isinstance(child, Module):
-                yield from child.modules()
+        for _, module in self.named_modules():
+            yield module
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Every parameter below this module with its dotted name, in the order of assignment; a shared one once."""
@@ -204,9 +225,9 @@ class Module:
             what += [f"{len(unknown)} unknown, the first is {unknown[0]!r}"] if unknown else []
             raise DeviceError(f"these values are not the module's: {'; '.join(what)}")
         for name, held in mine.items():
-            shape = np.shape(values[name])
-            if shape != held.shape:
-                raise DeviceError(f"{name} has shape {list(shape)}; the module's is {list(held.shape)}")
+            why = held.why_not_assign(np.shape(values[name]), device)
+            if why is not None:
+                raise DeviceError(f"{name} {why}")
         for name, held in mine.items():
             held.assign(values[name], device)
 

@@ -18,6 +18,8 @@ from oazoo.training.examples import ExampleReader, Special
 
 Progress = Callable[[str, int, int | None, str], None]
 
+_TICK_LINES = 50
+
 
 def load_data(
     paths: Iterable[str | Path],
@@ -54,22 +56,28 @@ def load_data(
     writer = DocumentsWriter(folder)
     total = sum(file.stat().st_size for file in files)
     done = 0
+
+    def tick(size: int) -> None:
+        nonlocal done
+        done = min(done + size, total)
+        if progress is not None:
+            progress("reading data", done, total, "bytes")
+
     try:
         for file in files:
             if file.suffix.lower() in EXAMPLE_SUFFIXES:
-                _add_examples(file, reader, writer)
+                _add_examples(file, reader, writer, tick)
             else:
-                _add_text(file, reader, writer)
-            done += file.stat().st_size
-            if progress is not None:
-                progress("reading data", done, total, "bytes")
+                _add_text(file, reader, writer, tick)
         return writer.finish()
     except BaseException:
         writer.abandon()
         raise
 
 
-def _add_text(file: Path, reader: ExampleReader, writer: DocumentsWriter) -> None:
+def _add_text(
+    file: Path, reader: ExampleReader, writer: DocumentsWriter, tick: Callable[[int], None]
+) -> None:
     tokenizer = reader.tokenizer
     writer.begin_file(str(file), continuous=True)
     line = 1
@@ -83,19 +91,23 @@ def _add_text(file: Path, reader: ExampleReader, writer: DocumentsWriter) -> Non
             else:
                 ids = tokenizer.encode(piece, add_special_tokens=False, allow_special=allow)
         except OazooError as error:
-            found = min((piece.find(n) for n in tokenizer.control_tokens_in(piece)), default=0)
-            at = line + piece.count("\n", 0, max(found, 0))
+            names = tokenizer.control_tokens_in(piece) & set(tokenizer.special_tokens)
+            at = line + piece.count("\n", 0, min(map(piece.find, names), default=0))
             raise type(error)(f"{file}:{at}: {error}") from error
         writer.extend(ids)
         line += piece.count("\n")
         first = False
+        tick(len(piece.encode("utf-8")))
     if not first and reader.eos_id is not None:
         writer.extend([reader.eos_id])
     writer.end()
 
 
-def _add_examples(file: Path, reader: ExampleReader, writer: DocumentsWriter) -> None:
+def _add_examples(
+    file: Path, reader: ExampleReader, writer: DocumentsWriter, tick: Callable[[int], None]
+) -> None:
     writer.begin_file(str(file), continuous=False)
+    read = 0
     for number, line in lines_of(file):
         where = f"{file}:{number}"
         try:
@@ -106,6 +118,11 @@ def _add_examples(file: Path, reader: ExampleReader, writer: DocumentsWriter) ->
         for example in examples:
             writer.extend(example.ids, example.targets)
             writer.end(line=number, whole=example.whole)
+        read += len(line) + 1
+        if number % _TICK_LINES == 0:
+            tick(read)
+            read = 0
+    tick(read)
 
 
 @dataclass(frozen=True)

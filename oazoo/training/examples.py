@@ -62,6 +62,7 @@ class ExampleReader:
         self.template = None if raw else template
         self._ends = {*tokenizer.eos_ids, *([] if eos_id is None else [eos_id])}
         self._raw = raw
+        self._plain = PlainText(() if special == "tokens" else tokenizer.special_tokens)
 
     def read(self, line: bytes, where: str) -> list[Example]:
         """The examples of a line: one, or one for each answer where a template changes earlier turns as it goes on.
@@ -119,9 +120,9 @@ class ExampleReader:
             return self._conversation(turns)
         for text in (prompt, completion):
             self.check_special(text)
-        plain = self._plain()
+        plain = self._plain
         texts = [(plain.hide(prompt), False), (plain.hide(prompt) + plain.hide(completion), True)]
-        ids, targets = self._grown(texts, plain)
+        ids, targets = self._grown(texts)
         return [self._example(ids, targets)]
 
     def _conversation(self, messages: Any) -> list[Example]:
@@ -136,7 +137,7 @@ class ExampleReader:
             raise UsageError("begins with the assistant: a message that it answers must come first")
         for message in checked:
             self.check_special(message["content"])
-        plain = self._plain()
+        plain = self._plain
         hidden = [{**message, "content": plain.hide(message["content"])} for message in checked]
         turns = []
         for number in answers:
@@ -154,17 +155,14 @@ class ExampleReader:
         examples = []
         for group in groups:
             ids, targets = self._grown(
-                [(text, own) for turn in group for text, own in zip(turn, (False, True))], plain
+                [(text, own) for turn in group for text, own in zip(turn, (False, True))]
             )
             examples.append(self._example(ids, targets))
         return examples
 
     # -------------------------------------------------------------------------------------------------- their ids
 
-    def _plain(self) -> PlainText:
-        return PlainText(() if self.special == "tokens" else self.tokenizer.special_tokens)
-
-    def _grown(self, texts: Sequence[tuple[str, bool]], plain: PlainText) -> tuple[list[int], list[bool]]:
+    def _grown(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
         """Ids of texts that each continue the one before, and which are of those marked as targets.
 
         Where a token would reach across the border, the text is cut there, as it is when a model answers a prompt.
@@ -173,11 +171,11 @@ class ExampleReader:
         targets: list[bool] = []
         done = ""
         for text, own in texts:
-            whole = plain.encode(text, self.tokenizer)
+            whole = self._plain.encode(text, self.tokenizer)
             if whole[: len(ids)] == ids:
                 new = whole[len(ids) :]
             else:
-                new = plain.encode(text[len(done) :], self.tokenizer, begins=False)
+                new = self._plain.encode(text[len(done) :], self.tokenizer, begins=False)
             ids += new
             targets += self._until_end(new) if own else [False] * len(new)
             done = text

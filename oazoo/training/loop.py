@@ -16,6 +16,7 @@ from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.training.callbacks import Callback
 from oazoo.training.control import TrainingControl
 from oazoo.training.records import StepRecord, Summary, Tally, ValidationRecord
+from oazoo.training.schedules import Constant, Schedule
 
 
 class TrainingError(OazooError):
@@ -73,12 +74,11 @@ class Stepper(Protocol):
     def set_weight_decay(self, value: float) -> None:
         """Their weight decay."""
 
+    def state(self) -> Mapping[str, Any]:
+        """What a resumed run needs besides weights and optimizer, as JSON values."""
 
-class Schedule(Protocol):
-    """Learning rates by step."""
-
-    def __call__(self, step: int) -> float:
-        """The rate of step ``step``, from 0."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state` gave."""
 
 
 class Checkpoints(Protocol):
@@ -139,7 +139,7 @@ class Trainer:
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
         self.stepper, self.batches, self.steps = stepper, batches, steps
-        self.schedule: Schedule = schedule if callable(schedule) else _fixed(schedule)
+        self.schedule: Schedule = schedule if callable(schedule) else Constant(schedule)
         self.validate, self.validate_every = validate, validate_every
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
         self.callbacks = list(callbacks)
@@ -320,11 +320,12 @@ class Trainer:
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides weights and optimizer, as JSON values."""
-        schedule = getattr(self.schedule, "state", None)
+        schedule = getattr(self.schedule, "state_dict", None)
         return {
             "progress": asdict(self.state),
             "data": dict(self.batches.state()),
             "schedule": dict(schedule()) if schedule is not None else {},
+            "stepper": dict(self.stepper.state()),
             "lr": self._lr,
             "callbacks": {type(c).__name__: dict(c.state()) for c in self.callbacks if c.state()},
         }
@@ -338,9 +339,10 @@ class Trainer:
         try:
             self.state = State(**snapshot["progress"])
             self.batches.restore(snapshot["data"])
-            restore = getattr(self.schedule, "restore", None)
+            restore = getattr(self.schedule, "load_state_dict", None)
             if restore is not None:
                 restore(snapshot["schedule"])
+            self.stepper.restore(snapshot["stepper"])
             self._lr = None if snapshot["lr"] is None else float(snapshot["lr"])
             for callback in self.callbacks:
                 found = snapshot["callbacks"].get(type(callback).__name__)
@@ -354,7 +356,3 @@ class Trainer:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _fixed(lr: float) -> Schedule:
-    return lambda step: lr

@@ -241,8 +241,10 @@ class ReduceOnPlateau:
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to continue."""
-        return {"lr": self.lr, "best": self.best, "bad": self.bad}
+        return {"lr": self.lr, "best": self.best if math.isfinite(self.best) else None, "bad": self.bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` gave."""
-        self.lr, self.best, self.bad = float(state["lr"]), float(state["best"]), int(state["bad"])
+        self.lr, self.bad = float(state["lr"]), int(state["bad"])
+        if state["best"] is not None:
+            self.best = float(state["best"])

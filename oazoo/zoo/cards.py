@@ -17,6 +17,8 @@ A card is a Hugging Face model card (``license``, ``language``, ``base_model`` �
           size: <of the wheel, bytes>
           files:
             - {path: name/model.gguf, size: 123, sha256: <of the file>}
+        - ref: bundled:name.oam                 # a file beside the cards, in this package
+          files: [{path: name.oam, sha256: <of the file>}]
 
 Parsing is strict: an unknown or ill-typed field of the block, a repeated key, or a malformed hash is an
 error. Cards are package data of :mod:`oazoo.model_cards`.
@@ -34,7 +36,16 @@ from types import MappingProxyType
 from typing import Any
 
 from oazoo.errors import FormatError, UsageError
-from oazoo.zoo.refs import CardRef, HubRef, LocalRef, UrlRef, WheelRef, check_relative, parse_ref
+from oazoo.zoo.refs import (
+    BundledRef,
+    CardRef,
+    HubRef,
+    LocalRef,
+    UrlRef,
+    WheelRef,
+    check_relative,
+    parse_ref,
+)
 
 _MAX_CARD_BYTES = 1 << 20
 _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
@@ -55,7 +66,7 @@ class CardFile:
 class CardSource:
     """One place to get the model from. ``sha256`` and ``size`` are those of the archive, for a wheel."""
 
-    ref: HubRef | WheelRef | UrlRef
+    ref: HubRef | WheelRef | UrlRef | BundledRef
     files: tuple[CardFile, ...] = ()
     sha256: str | None = None
     size: int | None = None
@@ -196,7 +207,7 @@ def _source(where: str, value: object) -> CardSource:
     except UsageError as error:
         raise FormatError(f"{where}: {error}") from None
     if isinstance(ref, LocalRef | CardRef):
-        raise FormatError(f"{where}: ref must be hf:…, pypi:… or a URL")
+        raise FormatError(f"{where}: ref must be hf:…, pypi:…, bundled:… or a URL")
     files = tuple(
         _file(f"{where}.files[{index}]", item) for index, item in enumerate(fields.take("files", list, []))
     )
@@ -206,6 +217,8 @@ def _source(where: str, value: object) -> CardSource:
         raise FormatError(f"{where}: a wheel needs a version, its sha256, and its files")
     if isinstance(ref, UrlRef) and (ref.sha256 is None or files):
         raise FormatError(f"{where}: a URL needs #sha256=… and has no files of its own")
+    if isinstance(ref, BundledRef) and [(f.path, f.sha256 is not None) for f in files] != [(ref.file, True)]:
+        raise FormatError(f"{where}: a bundled file needs itself as its file, with its sha256")
     return source
 
 

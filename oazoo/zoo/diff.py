@@ -33,7 +33,7 @@ _RAW_STEP = 1 << 22
 class _Tensor:
     """One tensor of one side. ``stored`` is given where the stored bytes are the values, untransformed.
 
-    Bytes are asked for when they are compared and let go at once, so that mapped pages do not pile up.
+    Bytes are asked for when they are compared and let go at once, so that memory stays bounded.
     """
 
     info: TensorInfo

@@ -41,6 +41,7 @@ def load(
     model: str | Path,
     *,
     device: Device | None = None,
+    adapter: str | Path | None = None,
     verify: bool = True,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
@@ -52,6 +53,7 @@ def load(
     Args:
         model: a path, a name of the zoo, or a URI (see :func:`oazoo.zoo.pull.pull`).
         device: where to put it; by default the one that ``OAZOO_DEVICE`` chooses.
+        adapter: a LoRA adapter to run it with (:func:`oazoo.zoo.with_adapter.use_adapter`).
         verify: compute the file's checksums while the weights are on their way.
         progress: called with how far the work has come.
         notify: called with a line for each thing worth knowing.
@@ -63,6 +65,21 @@ def load(
     Raises:
         OazooError: it cannot be fetched, converted, verified, or held by the device; the message says which.
     """
+    loaded = _loaded(model, device, verify, progress, notify)
+    if adapter is not None:
+        from oazoo.zoo.with_adapter import use_adapter
+
+        use_adapter(loaded, adapter, notify)
+    return loaded
+
+
+def _loaded(
+    model: str | Path,
+    device: Device | None,
+    verify: bool,
+    progress: Progress | None,
+    notify: Callable[[str], None] | None,
+) -> TextModel:
     start = time.perf_counter()
     pulled = fetch(model, progress, notify)
     if _magic(pulled.path) == _OAM:

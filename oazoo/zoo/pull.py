@@ -17,8 +17,9 @@ from oazoo.errors import PullError, UsageError
 from oazoo.formats.gguf_split import all_parts
 from oazoo.zoo.cards import Card, CardSource, card_names, load_card
 from oazoo.zoo.progress import Progress, no_progress
-from oazoo.zoo.refs import CardRef, LocalRef, UrlRef, WheelRef, parse_ref
+from oazoo.zoo.refs import BundledRef, CardRef, LocalRef, UrlRef, WheelRef, parse_ref
 from oazoo.zoo.sources import Notify, Resolved, Source, refuse_pickle, source_for
+from oazoo.zoo.sources_bundled import BundledSource
 from oazoo.zoo.store import Manifest, Store, is_offline, now
 
 _LOG = logging.getLogger("oazoo.zoo")
@@ -144,7 +145,8 @@ def pull_card(
     found = stored_card(card, store)
     if found is not None:
         return _pulled(found, store, name=card.name)
-    _refuse_if_offline(card.name, store)
+    if not any(isinstance(source.ref, BundledRef) for source in card.sources):
+        _refuse_if_offline(card.name, store)
     with store.lock(card.name, notify):
         found = stored_card(card, store)
         if found is not None:
@@ -171,7 +173,8 @@ def _pull_single(source: Source, store: Store, progress: Progress, notify: Notif
     found = store.find(same)
     if found is not None and (source.pinned or is_offline()):
         return _pulled(found, store)
-    _refuse_if_offline(_described(source.source, source.requested), store)
+    if not isinstance(source, BundledSource):
+        _refuse_if_offline(_described(source.source, source.requested), store)
     try:
         resolved = source.resolve()
     except PullError as error:

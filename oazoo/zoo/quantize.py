@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from oazoo import __version__
 from oazoo.errors import FormatError, OazooError, UsageError
-from oazoo.formats import encodings
 from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
@@ -24,18 +23,23 @@ from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
 from oazoo.zoo.files import open_file
 from oazoo.zoo.pack_stream import SLOTS, PackedPiece, PackStream
-from oazoo.zoo.quantize_plan import BLOCKS, DENSE, TARGETS, Request, TensorQuantization, plan
-from oazoo.zoo.recipes import RECIPES, Budget
+from oazoo.zoo.quantize_plan import BLOCKS, DENSE, Request, TensorQuantization, plan
+from oazoo.zoo.recipes import resolve
 from oazoo.zoo.spending import Spending, chosen_names, remember, runs_on_text
+from oazoo.zoo.unpack import unpack
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device, Tensor
     from oazoo.runtime.ops.pack import Packer
+    from oazoo.zoo.error_feedback import ErrorFeedback
     from oazoo.zoo.statistics import Sensitivity, Statistics
 
 #: How scales and codes are chosen: by the largest magnitude of a block, or for the least squared error of a block, plain,
 #: or weighted by the mean squares of what each column is multiplied with.
-METHODS = ("absmax", "search", "weighted")
+#: gptq: with error feedback, see :mod:`oazoo.zoo.error_feedback`.
+METHODS = ("absmax", "search", "weighted", "gptq")
+#: Methods that run the model over a text.
+_MEASURED = ("weighted", "gptq")
 #: The key under which a file's config keeps its receipt (:mod:`oazoo.zoo.receipt`).
 RECEIPT = "receipt"
 #: The token embedding, which is also the head of models with tied embeddings.
@@ -126,10 +130,14 @@ class _Work:
                 )
             yield piece.codes
             scales.append(piece.scales.copy())
-            self.done += piece.values.nbytes
-            if self.progress is not None:
-                self.progress("packing", self.done, self.total)
+            self.advance(piece.values.size * tensor.info.nbytes // tensor.info.numel)
         yield from scales
+
+    def advance(self, count: int) -> None:
+        """So many bytes of values more are done."""
+        self.done += count
+        if self.progress is not None:
+            self.progress("packing", self.done, self.total)
 
 
 def quantize(
@@ -169,9 +177,11 @@ def quantize(
         keep: shell-style patterns of tensor names to leave as they are.
         q8: shell-style patterns of tensor names to pack to Q8 where the others become Q4.
         method: ``absmax``, the format's own rule; ``search``, the scale and codes of least squared error of each block;
-            ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with.
+            ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with;
+            ``gptq``, for q4: columns in turn, each making up for the errors of those before.
             None: ``weighted`` for a model that can run, else ``absmax``.
-        statistics: for ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
+        statistics: for ``gptq``: with covariances; if None, the model is run along, a layer at a time, as it is packed. For
+            ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
             None, the model is run to measure them. What a budget measures is added to the file.
         text: without statistics, what to run the model on; the general text of this package if None.
         allow_requantize: pack to Q4 what is Q8 already.
@@ -191,6 +201,10 @@ def quantize(
     target, limit = resolve(to, recipe, budget)
     keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
     request = Request(target, keep, q8, allow_requantize)
+    if device is None and not dry_run and target not in DENSE:
+        from oazoo.runtime import open_ahead
+
+        open_ahead()
     with open_file(source) as opened, ExitStack() as stack:
         if not isinstance(opened, OamSource):
             raise FormatError(
@@ -204,12 +218,24 @@ def quantize(
             raise UsageError("say where to write: only a dry run needs no output")
         how = method or default_method(opened, target)
         check_method(target, how, statistics, text, bool(limit))
+        if method is None and how == "weighted" and statistics is None and notify is not None and not dry_run:
+            notify(
+                "method weighted: the model is run over a text first, to learn what its weights are multiplied with; oazoo "
+                "calibrate does that once and for all (--stats), and --method search or absmax goes without"
+            )
         known: Statistics | None = None
         if how == "weighted" and (limit or not dry_run):
             known = _statistics(opened, statistics, text, device, progress)
+        feedback: ErrorFeedback | None = None
+        if how == "gptq" and (limit or not dry_run):
+            feedback = _error_feedback(opened, statistics, text, device, progress, bool(limit))
+            stack.callback(feedback.close)
+            known = feedback.statistics
         packed: OamSource | None = None
         found: Sensitivity | None = None
         if limit is not None:
+            # What error feedback costs follows from everything packed before; the costs without it rank alike.
+            by = "weighted" if how == "gptq" else how
 
             def pack_all(path: Path) -> None:
                 quantize(
@@ -218,7 +244,7 @@ def quantize(
                     target,
                     keep=keep,
                     q8=q8,
-                    method=how,
+                    method=by,
                     statistics=known,
                     allow_requantize=allow_requantize,
                     allow_nonfinite=allow_nonfinite,
@@ -226,10 +252,11 @@ def quantize(
                     device=device,
                 )
 
-            spending = Spending(opened, steps, limit, how, statistics if known is None else known)
+            spending = Spending(opened, steps, limit, by, known if statistics is None else statistics)
             found, packed = spending.sensitivity(stack, output, pack_all, text, device, progress, notify)
             if isinstance(statistics, (str, Path)):
-                remember(statistics, how, found, notify)
+                remember(statistics, by, found, notify)
+            packed = packed if by == how else None
             request = replace(request, chosen=spending.choose(found))
             steps = plan(opened, request)
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
@@ -267,29 +294,7 @@ def quantize(
             return report
         if planned is not None:
             planned(report)
-        return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed)
-
-
-def resolve(to: str | None, recipe: str | None, budget: str | None) -> tuple[str, Budget | None]:
-    """What tensors become, and how large the result may be.
-
-    Raises:
-        UsageError: an unknown recipe or a budget that is none; several that say the same; none of them.
-    """
-    if recipe is not None:
-        if recipe not in RECIPES:
-            raise UsageError(f"unknown recipe {recipe!r}; there are {', '.join(RECIPES)}")
-        if to is not None or budget is not None:
-            raise UsageError(
-                "a recipe says what tensors become and how large the result is: leave --to and --budget out"
-            )
-        return RECIPES[recipe].target, RECIPES[recipe].budget
-    limit = None if budget is None else Budget.parse(budget)
-    if to is None and limit is None:
-        raise UsageError(f"say what weights become: --to {', '.join(TARGETS)}, a recipe, or a budget")
-    if limit is not None and to not in (None, "q4"):
-        raise UsageError(f"a budget is spent on more bits than q4 has; it does not go with --to {to}")
-    return to or "q4", limit
+        return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed, feedback)
 
 
 def default_method(source: OamSource, target: str) -> str:
@@ -317,8 +322,12 @@ def check_method(
         return
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
-    if method != "weighted" and not measuring and (statistics is not None or text is not None):
-        raise UsageError(f"statistics and a text to gather them on are for the method weighted, not {method}")
+    if method == "gptq" and to != "q4":
+        raise UsageError(f"gptq packs to q4; for {to} there are absmax, search and weighted")
+    if method not in _MEASURED and not measuring and (statistics is not None or text is not None):
+        raise UsageError(
+            f"statistics and a text to gather them on are for the methods weighted and gptq, not {method}"
+        )
     if statistics is not None and text is not None:
         raise UsageError("give either statistics or a text to gather them on")
 
@@ -349,6 +358,35 @@ def _statistics(
     return found
 
 
+def _error_feedback(
+    source: OamSource,
+    given: Statistics | str | Path | None,
+    text: str | None,
+    device: Device | None,
+    progress: Progress | None,
+    measuring: bool,
+) -> ErrorFeedback:
+    """From covariances that were given, or with the model run along.
+
+    ``measuring``: statistics without covariances may be given, for what they know of costs.
+    """
+    from oazoo.runtime import get_device
+    from oazoo.zoo.error_feedback import ErrorFeedback, dense_statistics
+    from oazoo.zoo.load import load
+
+    device = device or get_device()
+    if given is not None:
+        known = _statistics(source, given, None, device, progress)
+        if known.covariances:
+            return ErrorFeedback(device, known)
+        if not measuring:
+            raise UsageError(
+                "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
+            )
+    model = load(source.path, device=device, progress=progress)
+    return ErrorFeedback(device, dense_statistics(model, text, progress), model, text, progress)
+
+
 def _run(
     report: QuantizeReport,
     source: OamSource,
@@ -358,10 +396,13 @@ def _run(
     device: Device | None,
     statistics: Statistics | None,
     packed: OamSource | None,
+    feedback: ErrorFeedback | None,
 ) -> QuantizeReport:
     """Write the file. Tensors that ``packed`` has as they should become are taken from it."""
     if report.target in DENSE:
-        return _unpack(report, source, writer, allow_nonfinite, progress)
+        start = time.perf_counter()
+        unpack(report.tensors, report.target, source, writer, allow_nonfinite, progress)
+        return replace(report, seconds=time.perf_counter() - start)
     from oazoo.runtime import get_device
     from oazoo.runtime.ops.pack import Packer
 
@@ -382,14 +423,16 @@ def _run(
         for step in report.tensors
         if packed is not None and not step.reason and packed[step.name].info.encoding == step.target
     }
+    steps = report.tensors if feedback is None else feedback.order(report.tensors)
+    fed = {step.name for step in steps if feedback is not None and feedback.takes(step)}
     tasks = [
         (source[step.name], step.target)
-        for step in report.tensors
-        if not step.reason and step.name not in taken
+        for step in steps
+        if not step.reason and step.name not in taken and step.name not in fed
     ]
     stream = PackStream(packers, tasks, chunk, work.weights)
     with writer:
-        for step in report.tensors:
+        for step in steps:
             tensor = source[step.name]
             try:
                 if step.name in taken:
@@ -397,6 +440,16 @@ def _run(
                     work.done += step.bytes_before
                 elif step.reason:
                     writer.write(step.name, tensor.pieces(PIECE))
+                elif feedback is not None:
+                    fits = step.name in fed
+                    pieces = (
+                        feedback.pack(tensor, allow_nonfinite)
+                        if fits
+                        else [np.array(p) for p in work.stream(tensor, stream.pieces(step.name))]
+                    )
+                    writer.write(step.name, pieces)
+                    feedback.packed(step, pieces)
+                    work.advance(step.bytes_before if fits else 0)
                 else:
                     writer.write(step.name, work.stream(tensor, stream.pieces(step.name)))
             except OazooError as error:
@@ -407,43 +460,6 @@ def _run(
             if name != CARRIED_ASSET:
                 writer.write(name, state.pieces(PIECE))
     return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
-
-
-def _unpack(
-    report: QuantizeReport,
-    source: OamSource,
-    writer: OamWriter,
-    allow_nonfinite: bool,
-    progress: Progress | None,
-) -> QuantizeReport:
-    """Write the file with every quantised tensor decoded and rounded to the dense type. On the host: it is a copy."""
-    start = time.perf_counter()
-    kind = encodings.get(report.target).dtype
-    done = 0
-
-    def values(tensor: SourceTensor) -> Iterator[npt.NDArray[Any]]:
-        nonlocal done
-        for chunk in tensor.chunks(CHUNK_ELEMENTS):
-            with np.errstate(over="ignore"):
-                rounded = chunk.astype(kind)
-            if not allow_nonfinite and not np.isfinite(rounded).all():
-                raise FormatError(
-                    f"{source.path}: {tensor.info.name!r} holds values that are not finite, or too large for "
-                    f"{report.target}; --to f32 holds them all (--allow-nonfinite lets them pass)"
-                )
-            done += chunk.size * tensor.info.nbytes // tensor.info.numel
-            if progress is not None:
-                progress("unpacking", done, report.packed_bytes)
-            yield rounded
-
-    with writer:
-        for step in report.tensors:
-            tensor = source[step.name]
-            writer.write(step.name, tensor.raw() if step.reason else values(tensor))
-        for name, state in source.state.items():
-            if name != CARRIED_ASSET:
-                writer.write(name, state.raw())
-    return replace(report, seconds=time.perf_counter() - start)
 
 
 def _note(

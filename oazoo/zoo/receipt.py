@@ -28,8 +28,19 @@ if TYPE_CHECKING:
     from oazoo.zoo.quantize import Progress, QuantizeReport
 
 KEY = "receipt"
-#: What of ``quantization`` (how the file was made) a receipt repeats.
-_METHOD_KEYS = ("to", "method", "recipe", "calibration_sha256", "keep", "tool")
+#: What of ``quantization`` (how the file was made) a receipt repeats; ``statistics`` has the hash of the calibration text.
+_METHOD_KEYS = (
+    "to",
+    "recipe",
+    "budget",
+    "method",
+    "keep",
+    "q8",
+    "statistics",
+    "sensitivity",
+    "requantized_from",
+    "tool",
+)
 
 
 class QualityError(OazooError):

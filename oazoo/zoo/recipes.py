@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import UsageError
+from oazoo.zoo.quantize_plan import TARGETS
 
 #: What Q8 costs a tensor, compared to Q4: the squares of their steps, (7.5 / 127.5)² with room for what search gains.
 Q8_SHARE = 1 / 200
@@ -74,6 +75,28 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe("q4-high", "q4", "more of them: 6.15 bits a weight", Budget.parse("6.15bpw")),
     )
 }
+
+
+def resolve(to: str | None, recipe: str | None, budget: str | None) -> tuple[str, Budget | None]:
+    """What tensors become, and how large the result may be.
+
+    Raises:
+        UsageError: an unknown recipe or a budget that is none; several that say the same; none of them.
+    """
+    if recipe is not None:
+        if recipe not in RECIPES:
+            raise UsageError(f"unknown recipe {recipe!r}; there are {', '.join(RECIPES)}")
+        if to is not None or budget is not None:
+            raise UsageError(
+                "a recipe says what tensors become and how large the result is: leave --to and --budget out"
+            )
+        return RECIPES[recipe].target, RECIPES[recipe].budget
+    limit = None if budget is None else Budget.parse(budget)
+    if to is None and limit is None:
+        raise UsageError(f"say what weights become: --to {', '.join(TARGETS)}, a recipe, or a budget")
+    if limit is not None and to not in (None, "q4"):
+        raise UsageError(f"a budget is spent on more bits than q4 has; it does not go with --to {to}")
+    return to or "q4", limit
 
 
 @dataclass(frozen=True)

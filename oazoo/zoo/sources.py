@@ -1,4 +1,4 @@
-"""What a source of models is. The kinds: :mod:`~oazoo.zoo.sources_hub`, ``sources_wheel`` and ``sources_url``.
+"""What a source of models is. The kinds: :mod:`~oazoo.zoo.sources_hub`, ``…_wheel``, ``…_url`` and ``…_bundled``.
 
 A source is asked in two steps. ``resolve`` finds out what there is to fetch (a moving name becomes a
 revision), ``fetch`` brings it. Both raise :class:`~oazoo.errors.PullError` with a reason that reads well
@@ -17,7 +17,7 @@ from oazoo.formats.gguf_split import first_part
 from oazoo.formats.mapped import open_regular
 from oazoo.zoo.cards import CardSource
 from oazoo.zoo.progress import Progress
-from oazoo.zoo.refs import HubRef, WheelRef
+from oazoo.zoo.refs import BundledRef, HubRef, WheelRef
 from oazoo.zoo.store import StoredFile
 
 #: File name ends of weights that a pull takes, the preferred first.
@@ -87,6 +87,7 @@ class Source(ABC):
 def source_for(card_source: CardSource, notify: Notify) -> Source:
     """The source of a card's entry, or of a bare reference (an entry without files)."""
     # Here, not above: the kinds import this module.
+    from oazoo.zoo.sources_bundled import BundledSource
     from oazoo.zoo.sources_hub import HubSource
     from oazoo.zoo.sources_url import UrlSource
     from oazoo.zoo.sources_wheel import WheelSource
@@ -96,6 +97,8 @@ def source_for(card_source: CardSource, notify: Notify) -> Source:
         return HubSource(ref, card_source.files)
     if isinstance(ref, WheelRef):
         return WheelSource(ref, card_source, notify)
+    if isinstance(ref, BundledRef):
+        return BundledSource(ref, card_source.files)
     return UrlSource(ref)
 
 
@@ -107,6 +110,7 @@ def refuse_pickle(path: Path) -> None:
     """
     with open_regular(path) as file:
         head = file.read(4)
+    reason = ""
     pickled = len(head) >= 2 and head[0] == 0x80 and 2 <= head[1] <= 5
     if head == b"PK\x03\x04":
         import zipfile
@@ -116,23 +120,25 @@ def refuse_pickle(path: Path) -> None:
                 pickled = any(name.endswith(".pkl") for name in archive.namelist())
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
             pickled = False
-        pickled = pickled and not _is_plain(path)
+        reason = _why_not_plain(path) if pickled else ""
+        pickled = bool(reason)
     if pickled:
         raise PullError(
-            f"{path.name} is a pickle, which can run code when it is read; oazoo does not open such files. "
+            f"{path.name} is a pickle, which can run code when it is read; oazoo does not open such files{reason}. "
             "Look for a safetensors or GGUF file of the model, or convert it with the safetensors package "
             "on a machine that you can lose"
         )
 
 
-def _is_plain(path: Path) -> bool:
+def _why_not_plain(path: Path) -> str:
+    """What is wrong with a PyTorch archive, in brackets; nothing for one that can be read."""
     from oazoo.formats.torch_zip import TorchSource
 
     try:
         TorchSource(path).close()
-    except FormatError:
-        return False
-    return True
+    except FormatError as error:
+        return f" ({str(error).removeprefix(f'{path}: ')})"
+    return ""
 
 
 def only_pickles(names: Sequence[str]) -> list[str]:

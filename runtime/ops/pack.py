@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import DeviceError
-from oazoo.runtime.ops.common import require, require_dense
+from oazoo.runtime.ops.common import eight_lanes, require, require_dense
 from oazoo.runtime.tensor import BLOCK, BLOCK_CODE_BYTES, DTYPES, Tensor
 
 if TYPE_CHECKING:
@@ -207,7 +207,10 @@ def pack(x: Tensor, encoding: str, method: str = "absmax", weights: Tensor | Non
 def _run(x: Tensor, packed: Tensor, odd: Tensor, method: str, weights: Tensor | None, first: int) -> None:
     codes, scales = packed.planes()
     search = method == "search"
-    kernel = x.device.kernel(f"{'encode' if search else 'pack'}_{packed.dtype}_{x.dtype}")
+    name = f"{'encode' if search else 'pack'}_{packed.dtype}_{x.dtype}"
+    if not search and x.dtype == "f32" and x.address % 8 == 0 and eight_lanes(x.device):
+        name += "_wide"
+    kernel = x.device.kernel(name)
     reads: dict[str, Tensor | None] = {"x": x}
     scalars: dict[str, Any] = {}
     if weights is not None:

@@ -117,6 +117,33 @@ def test_a_failure_in_the_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Fnv1a64, "_absorb", fail)
     digest = BackgroundFnv1a64()
-    digest.update(memoryview(bytes(10 << 20)))  # more than the thread has buffers for
     with pytest.raises(MemoryError, match="too little"):
+        digest.update(memoryview(bytes(10 << 20)))  # more than the thread has buffers for
+    with pytest.raises(MemoryError, match="too little"):
+        digest.finish()
+
+
+def test_a_second_thread_is_given_what_was_hashed() -> None:
+    data = np.random.default_rng(4).integers(0, 256, 9_000_001, np.uint8).tobytes()
+    stored = bytearray(len(data))
+
+    def store(piece: memoryview, position: int) -> None:
+        stored[position : position + len(piece)] = piece
+
+    digest = BackgroundFnv1a64(store)
+    for start in range(0, len(data), 2_500_000):
+        digest.update(memoryview(data)[start : start + 2_500_000], start)
+    assert digest.finish().value == fnv1a64(data)
+    assert stored == data
+
+
+def test_a_failure_of_the_second_thread_is_raised() -> None:
+    def refuse(piece: memoryview, position: int) -> None:
+        if position >= 5 << 20:
+            raise OSError(28, "no space")
+
+    digest = BackgroundFnv1a64(refuse)
+    with pytest.raises(OSError, match="no space"):
+        digest.update(memoryview(bytes(30 << 20)))
+    with pytest.raises(OSError, match="no space"):
         digest.finish()

@@ -290,6 +290,9 @@ def test_damaged_files_are_refused(refuses: Callable[..., int], tmp_path: Path) 
     def cases() -> Iterator[tuple[str, bytes]]:
         for size in range(4, len(data), 4):
             yield f"cut to {size}", data[:size]
+        for extra in (b"x", bytes(22), bytes(4096)):
+            yield f"{len(extra)} bytes appended", data + extra
+        yield "a comment", data[:-2] + b"\3\0abc"
         for member in members:
             for at, name in ((0, "magic"), (8, "method"), (26, "name length")):
                 place = member.header_offset + at

@@ -11,14 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from model_goldens import HF, ONNX, reference
-from oa_goldens import check_gradients, close, fill, golden, on_device
+from oa_goldens import DATA, check_gradients, close, fill, golden, on_device
 from reference_models import load_oam
 from reference_models import logits as numpy_logits
 
 import oazoo
 from oazoo.configs import DecoderConfig, ModelConfig, NanoGPTConfig, TransformerConfig, config_from_json
 from oazoo.errors import GenerationError
+from oazoo.formats.detect import open_source
+from oazoo.formats.oam_layout import OamConfig
+from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.models import CausalModel, build
+from oazoo.models import session as session_module
 from oazoo.nn import Adapter, Linear
 from oazoo.runtime import Tensor, get_device, random
 from oazoo.runtime.ops.loss import cross_entropy
@@ -199,7 +203,7 @@ def test_adapters_learn_through_frozen_weights(encoding: str, converted: Convert
     params = {n: v.astype(np.float64) for n, v in params.items()}
     model = oazoo.load(path).model
     names = ["layers.0.attn.q", "layers.1.attn.v", "layers.1.mlp.up", "layers.0.mlp.down", "head"]
-    linears = {n: m for n, m in modules_of(model) if isinstance(m, Linear)}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
     for index, name in enumerate(names):
         adapter = Matrix(linears[name]).initialize(get_device(), index)
         linears[name].adapter = adapter
@@ -215,12 +219,16 @@ def test_adapters_learn_through_frozen_weights(encoding: str, converted: Convert
     assert model.embed.weight.tensor.grad is None  # type: ignore[attr-defined]
 
 
-def modules_of(module: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
-    for name, child in module.children():
-        if hasattr(child, "children"):
-            found += [(prefix + name, child), *modules_of(child, f"{prefix}{name}.")]
-    return found
+def transformer_config(config: dict[str, Any]) -> TransformerConfig:
+    """Ours, from a golden's."""
+    return TransformerConfig(
+        vocab_size=config["vocab"],
+        hidden_size=config["model_width"],
+        intermediate_size=config["hidden_width"],
+        num_layers=config["layers"],
+        num_heads=config["heads"],
+        max_positions=config["context"],
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -229,14 +237,7 @@ def test_transformers_of_the_reference(name: str) -> None:
     arrays, config = golden(name)
     ours = TransformerConfig.byte_transformer()
     if name == "transformer":
-        ours = TransformerConfig(
-            vocab_size=config["vocab"],
-            hidden_size=config["model_width"],
-            intermediate_size=config["hidden_width"],
-            num_layers=config["layers"],
-            num_heads=config["heads"],
-            max_positions=config["context"],
-        )
+        ours = transformer_config(config)
     model = build(ours, get_device())
     assert {n: p.shape for n, p in model.named_parameters()} == ours.parameters()
     assert list(ours.parameters()) == [n for n, _ in model.named_parameters()]
@@ -250,6 +251,35 @@ def test_transformers_of_the_reference(name: str) -> None:
     check_gradients(model, arrays)
     check_forward(model, arrays["tokens"])
     assert config_from_json("transformer", json.loads(json.dumps(ours.to_json()))) == ours
+
+
+def test_a_transformer_that_oa_wrote() -> None:
+    """Its files name tensors by number, in the order in which our module has them."""
+    arrays, config = golden("oam_transformer_muon")
+    model = build(transformer_config(config), get_device())
+    with open_source(DATA / "oam_transformer_muon.oam") as source:
+        names = [name for name, _ in model.named_parameters()]
+        values = {name: source[f"p{index}"].numpy() for index, name in enumerate(names)}
+        model.load_state_dict(values, get_device())
+    close(model.forward(on_device(arrays["tokens"])), arrays["logits"])
+
+
+def test_a_transformer_in_a_file(tmp_path: Path) -> None:
+    """It goes through a file, is packed, loaded and continued like every other model."""
+    arrays, _ = golden("bytetransformer")
+    config = TransformerConfig.byte_transformer()
+    entries = [OamEntry(name, shape, "f32") for name, shape in config.parameters().items()]
+    payload = json.dumps({"oazoo": 1, "family": "transformer", "model": config.to_json()}).encode()
+    path = tmp_path / "model.oam"
+    with OamWriter(path, config=OamConfig("transformer", payload=payload), entries=entries) as out:
+        for index, entry in enumerate(entries):
+            out.write(entry.name, arrays[f"param_{index}"])
+    text_model = oazoo.load(path)
+    close(text_model.logits(arrays["tokens"]), arrays["logits"])
+    assert list(text_model.model.state_dict()) == list(config.parameters())
+    oazoo.quantize(path, tmp_path / "packed.oam", "q8")
+    packed = oazoo.load(tmp_path / "packed.oam").logits(arrays["tokens"])
+    assert np.abs(packed.reshape(-1, 256) - arrays["logits"]).max() <= 0.02 * np.abs(arrays["logits"]).max()
 
 
 @pytest.mark.parametrize("name", ["gemma", "nanogpt"])
@@ -283,6 +313,30 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
             np.testing.assert_array_equal(first, second)
 
 
+def test_checkpointing_takes_less_memory() -> None:
+    device, found = get_device(), []
+    config = NanoGPTConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=256,
+        num_layers=6,
+        num_heads=2,
+        norm_eps=1e-5,
+        max_positions=64,
+        tied_embeddings=True,
+    )
+    model = build(config, device).initialize(device)
+    ids = Tensor.from_numpy(device, np.zeros((16, 64), np.int32))
+    for model.checkpointing in (False, True):
+        model.zero_grad()
+        with device.capture() as program:
+            with GradientTape() as tape:
+                loss = model.loss(ids, ids.view(1024))
+            tape.backward(loss)
+        found.append(program.nbytes)
+    assert 0 < found[1] < 0.5 * found[0]
+
+
 def test_files_get_back_what_they_gave(converted: Converted) -> None:
     """Gemma's norms are stored less their offset: a state has what the file has."""
     path = converted("gemma3")
@@ -302,3 +356,25 @@ def test_batches_that_do_not_fit() -> None:
     for batch in range(1, 12):  # tables of old shapes are given back
         model.forward(Tensor.from_numpy(get_device(), np.zeros((batch, 2), np.uint8)))
     assert len(vars(model)["_kept_sequences"]) == 8
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint8])
+def test_a_loss_by_rows_is_that_of_all_rows(kind: type[np.integer], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = get_device()
+    ids, targets = Tensor.from_numpy(device, IDS), Tensor.from_numpy(device, TARGETS.astype(kind))
+    mask = Tensor.from_numpy(device, np.array([1, 0, 1, 1, 0.5, 1, 1, 0, 1, 1], np.float32))
+    results = []
+    for logits in (1 << 20, 4 * 11):  # all ten rows, or four at a time
+        monkeypatch.setattr(session_module, "_LOSS_LOGITS", logits)
+        model = initialized(CONFIGS["gemma"])
+        with GradientTape() as tape:
+            loss = model.loss(ids, targets, mask=mask, count=7.5)
+        tape.backward(loss)
+        results.append([loss, *(p.tensor.grad for p in model.parameters())])
+        close(model.loss(ids, targets), device_loss(model).numpy())
+        model.freeze()
+        with GradientTape() as tape:
+            model.loss(ids, targets, mask=mask)
+    for whole, by_parts in zip(*results, strict=True):
+        assert whole is not None
+        close(by_parts, whole.numpy(), 1e-6)

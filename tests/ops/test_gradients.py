@@ -332,9 +332,32 @@ def test_embedding_adds_up_repeated_rows() -> None:
     device_ids = Tensor.from_numpy(get_device(), ids)
     check(lambda table: embedding(device_ids, table), lambda table: table[ids], [normal(7, 5)])
     check(lambda t: embedding(device_ids, t, scale=2.5), lambda t: 2.5 * t[ids], [normal(7, 5)])
+    wide = normal(60, 200)  # more rows than tokens, of more than a workgroup's columns
+    few = Tensor.from_numpy(get_device(), ids[:9])
+    weights = Tensor.from_numpy(get_device(), wide)
+    weights.requires_grad = True
+    with GradientTape() as tape:
+        y = embedding(few, weights)
+    dy = normal(9, 200)
+    tape.backward(y, Tensor.from_numpy(get_device(), dy))
+    wanted = np.zeros((60, 200))
+    np.add.at(wanted, ids[:9], dy.astype(np.float64))
+    assert weights.grad is not None
+    np.testing.assert_allclose(weights.grad.numpy(), wanted, rtol=1e-5, atol=1e-6)
     for kind in ("u32", "u8"):
         others = Tensor.from_numpy(get_device(), ids[:-1], dtype=kind)
         check(lambda t, others=others: embedding(others, t), lambda t: t[ids[:-1]], [normal(7, 5)])
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+def test_learned_positions(rows: int) -> None:
+    ids = np.array([3, 0, 3, 2, 6, 1, 5, 5, 4, 3, 2, 1], np.int32)
+    device_ids = Tensor.from_numpy(get_device(), ids)
+    check(
+        lambda table, places: embedding(device_ids, table, places, period=4, scale=0.5),
+        lambda table, places: 0.5 * table[ids] + np.tile(places[:4], (3, 1)),
+        [normal(7, 5), normal(rows, 5)],
+    )
 
 
 @pytest.mark.parametrize("variant", [None, "group32"])

@@ -96,11 +96,12 @@ def test_many_rows_with_sizes_in_eights(rows: int, outputs: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
-@pytest.mark.parametrize("width", [3, 8, 70])
-def test_gradients_of_a_table_that_some_ids_miss(dtype: type, width: int) -> None:
+@pytest.mark.parametrize("width", [3, 8, 170])
+@pytest.mark.parametrize("variant", ["strips", "rows", "tokens"])
+def test_gradients_of_a_table_that_some_ids_miss(dtype: type, width: int, variant: str) -> None:
     ids = RNG.integers(0, 12, 150).astype(dtype)  # of 9 rows: the rest belongs to none
     dy = normal(150, width)
     wanted = np.zeros((9, width))
     np.add.at(wanted, ids[ids < 9], 0.5 * dy.astype(np.float64)[ids < 9])
-    found = table_gradient(on_device(ids), on_device(dy), 9, 0.5).numpy()
+    found = table_gradient(on_device(ids), on_device(dy), 9, 0.5, variant=variant).numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

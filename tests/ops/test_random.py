@@ -141,3 +141,20 @@ def test_a_checkpoint_changes_no_bit(rate: float) -> None:
     for kept, computed in zip(*results, strict=True):
         assert kept is not None and computed is not None
         np.testing.assert_array_equal(kept.numpy(), computed.numpy())
+
+
+def test_a_checkpointed_block_that_draws_more_the_second_time() -> None:
+    device = get_device()
+    x = Tensor.from_numpy(device, np.ones(8, np.float32))
+    x.requires_grad = True
+    source, times = Generator(device, 1), [1, 2]
+
+    def block(x: Tensor) -> Tensor:
+        for _ in range(times.pop(0)):
+            x = dropout(x, 0.5, source)
+        return x
+
+    with GradientTape() as tape:
+        y = checkpoint(block, x)
+    with pytest.raises(DeviceError, match="more often the second time"):
+        tape.backward(y, x)

@@ -351,6 +351,20 @@ def test_a_bad_line_is_named(write_lines: Any, tokenizer: Tokenizer, chatml: Cha
         assert str(caught.value).count(str(path)) == 1
 
 
+def test_progress_is_told_while_a_file_is_read(
+    write_lines: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    lines = write_lines(*({"text": f"line {n}"} for n in range(175)))
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n")
+    told: list[tuple[str, int, int | None, str]] = []
+    load_data([lines, text], tokenizer, progress=lambda *what: told.append(what))
+    done = [done for _, done, _, _ in told]
+    size = lines.stat().st_size + text.stat().st_size
+    assert len(done) == 5 and done == sorted(set(done)) and done[-1] == size
+    assert {total for _, _, total, _ in told} == {size}
+
+
 def test_line_ends_and_a_byte_order_mark(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}')
@@ -360,7 +374,7 @@ def test_line_ends_and_a_byte_order_mark(tmp_path: Path, tokenizer: Tokenizer) -
 
 def test_bad_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "text.txt"
-    path.write_text("one\ntwo\nthree <|im_end|> four\n")
+    path.write_text("one <|mine|>\ntwo\nthree <|im_end|> four\n")
     with pytest.raises(UsageError, match=r"text\.txt:3: has the name of the control token"):
         load_data([path], tokenizer)
     assert load_data([path], tokenizer, special="tokens").tokens.tolist().count(302) == 2

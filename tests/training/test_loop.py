@@ -104,6 +104,12 @@ class Descent:
     def set_weight_decay(self, value: float) -> None:
         self.decay = value
 
+    def state(self) -> Mapping[str, Any]:
+        return {"decay": self.decay}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.decay = float(state["decay"])
+
 
 class Log(Callback):
     """Everything that was told, in order."""

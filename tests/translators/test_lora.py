@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from model_goldens import HF, source_path
+from model_goldens import HF, NOT_GGUF, source_path
 from reference_models import load_oam, logits
 
 from oazoo.configs import ModelConfig
@@ -106,6 +106,26 @@ def test_round_trip_through_a_file_adds_the_same(models: Any, name: str, tmp_pat
     assert set(back) == set(pairs)
     for layer, pair in pairs.items():
         np.testing.assert_allclose(back[layer].delta(), pair.delta(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in HF if name not in NOT_GGUF])
+def test_what_is_added_to_the_weights_of_gguf_is_the_same(models: Any, name: str) -> None:
+    """Queries and keys of Llama are in another order there, and so are the rows of their adapters' B."""
+    _, config, _ = models(name)
+    where = lora_map(config, naming="gguf")
+    pairs = random_pairs(where, (2, 3, 1))
+    published = to_published(pairs, where)
+    changed = {f"{module}.weight": pair.delta() for module, pair in published.items()}
+    rules = [rule for rule in outgoing(config, "gguf").rules if rule.target.removesuffix(".weight") in pairs]
+    for rule in rules:
+        added = run([rule], changed)[rule.target]
+        np.testing.assert_allclose(
+            added, pairs[rule.target.removesuffix(".weight")].delta(), rtol=1e-5, atol=1e-5
+        )
+    assert len(rules) == len(pairs) and set(where.places) == set(linear_layers(config))
+    if where.architecture == "llama":
+        q, ours = published["blk.0.attn_q"], pairs["layers.0.attn.q"]
+        assert (q.b != ours.b).any() and (q.a == ours.a).all()
 
 
 def test_separate_modules_keep_their_bits(models: Any) -> None:

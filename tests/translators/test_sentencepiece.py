@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import struct
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import LLAMA, gguf_names, llama_folder, llama_metadata, llama_tensors, write_gguf
-from sentencepiece_models import ALPHABET, CORPUS, gguf_metadata, reference_encode, vocabulary
+from sentencepiece_models import (
+    ALPHABET,
+    CORPUS,
+    gguf_metadata,
+    reference_encode,
+    vocabulary,
+    with_runs,
+)
 from tokenizers import Tokenizer
 
 from oazoo.errors import TokenizerError
@@ -54,6 +62,31 @@ def test_equal_scores_are_refused() -> None:
     scores[260] = scores[259]
     with pytest.raises(TokenizerError, match="same score"):
         build(Vocabulary(v.pieces, scores, v.types), "v", prefix=None, suffix=None)
+
+
+#: Those of Llama 1 and 2 and of Mistral, in the order of their ids: there is no run of fifteen.
+RUNS = (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11)
+
+
+@pytest.mark.parametrize("space_prefix", [True, False])
+def test_runs_of_spaces_have_one_score(space_prefix: bool) -> None:
+    v = with_runs(vocabulary(space_prefix=space_prefix), RUNS)
+    tokenizer = made(v)
+    for length in range(70):
+        for text in (f"a{' ' * length}the", " " * length, f"{' ' * length}\n{' ' * (length // 2)}cat  "):
+            assert tokenizer.encode(text).ids == reference_encode(v, text), repr(text)
+
+
+def test_runs_of_any_lengths() -> None:
+    """The order that stands for "the leftmost first" is right whatever runs there are."""
+    bare = vocabulary(merges=0)
+    for count in (2, 3, 4):
+        for lengths in combinations(range(2, 8), count):
+            v = with_runs(bare, lengths, "x")
+            v = Vocabulary([*v.pieces, "x"], [*v.scores, -1e9], [*v.types, NORMAL], False)
+            tokenizer = made(v)
+            for length in range(2, 24):
+                assert tokenizer.encode("x" * length).ids == reference_encode(v, "x" * length), lengths
 
 
 def test_unspellable_vocabulary_is_refused() -> None:

@@ -61,9 +61,10 @@ def test_rows_of_any_length(tmp_path: Path, to: str) -> None:
             assert scales[-1] == tail.max() / np.float32(TOP[to])
 
 
+@pytest.mark.parametrize("method", ["absmax", "search"])
 @pytest.mark.parametrize("to", ["q8", "q4"])
-def test_extreme_values_through_a_file(tmp_path: Path, to: str) -> None:
-    """QZ-03: tiny blocks keep their values to the precision of a block, huge ones stay finite."""
+def test_extreme_values_through_a_file(tmp_path: Path, to: str, method: str) -> None:
+    """QZ-03: tiny blocks keep their values to the precision of a block, huge ones stay finite, by every method."""
     rows = np.zeros((6, 32), np.float32)
     rows[0] = -0.0
     rows[1] = 1e30 * np.linspace(-1, 1, 32)
@@ -73,18 +74,21 @@ def test_extreme_values_through_a_file(tmp_path: Path, to: str) -> None:
     rows[4] = 1e-3
     rows[5] = 3.4e38
     source = write(tmp_path / "in.oam", {"w": rows})
-    oazoo.quantize(source, tmp_path / "out.oam", to, method="absmax")
+    oazoo.quantize(source, tmp_path / "out.oam", to, method=method)
     with OamSource(tmp_path / "out.oam") as packed:
         got = packed["w"].numpy().astype(np.float64)
     step = np.abs(rows.astype(np.float64)).max(1, keepdims=True) / TOP[to]
     assert np.all(np.isfinite(got)) and np.all(got[0] == 0)
-    assert np.all(np.abs(got - rows) <= step * 0.5000001)
+    if method == "absmax":
+        assert np.all(np.abs(got - rows) <= step * 0.5000001)
+    # A uniform error of half a step is what a block's sum of squares may reach.
+    assert np.all(((got - rows) ** 2).sum(1) <= 32 * (step[:, 0] * 0.5000001) ** 2)
     assert np.abs(got[4] / 1e-3 - 1).max() < 1e-6  # the outlier is in another block
     for bad in (np.nan, np.inf, -np.inf):
         rows[2, 9] = bad
         source = write(tmp_path / f"{bad}.oam", {"w": rows})
         with pytest.raises(FormatError, match="'w' holds values that are not finite: 1 from element 73 on"):
-            oazoo.quantize(source, tmp_path / "bad.oam", to, method="absmax")
+            oazoo.quantize(source, tmp_path / "bad.oam", to, method=method)
         assert not (tmp_path / "bad.oam").exists()
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,9 +19,12 @@ from oazoo.cli.main import main
 from oazoo.errors import FormatError, UsageError
 from oazoo.formats import quant
 from oazoo.formats.oam import OamSource
+from oazoo.formats.oam_layout import OamConfig
+from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.safetensors_writer import write_safetensors
 from oazoo.zoo.calibrate import calibrate
 from oazoo.zoo.quantize import quantize
+from oazoo.zoo.receipt import read_receipt
 from oazoo.zoo.recipes import RECIPES, Budget, Option, choose, short_names
 from oazoo.zoo.sensitivity import CONTEXT, SEQUENCES, measure, spread, usual
 from oazoo.zoo.statistics import load_statistics, save_statistics
@@ -198,9 +202,30 @@ def test_a_budget_is_kept_and_written_down(dense: Path, tmp_path: Path) -> None:
     assert np.isfinite(oazoo.load(out).logits([1, 2, 3])).all()
 
 
+def test_a_receipt_says_how_a_mix_was_made(dense: Path, tmp_path: Path) -> None:
+    stats, out, text = tmp_path / "s.safetensors", tmp_path / "o.oam", tmp_path / "t.txt"
+    text.write_text(TEXT * 2)
+    calibrated = calibrate(dense, TEXT)
+    save_statistics(calibrated, stats)
+    base = ["quantize", dense, "-o", out, "--recipe", "q4-high", "--stats", stats, "--eval-text", text]
+    base += ["--eval-context", 32]
+    stopped = run(*base, "--max-kl", "1e-9")
+    assert stopped.exit_code == 1 and not out.exists()
+    done = run(*base, "--max-kl", "9", "--max-ppl-ratio", "9")
+    assert done.exit_code == 0, done.output
+    with OamSource(out) as source:
+        receipt = read_receipt(source)
+    assert receipt is not None and receipt["matches"] is True and 0 < receipt["kl_mean"] < 9
+    made = receipt["made"]
+    assert (made["recipe"], made["budget"], made["method"]) == ("q4-high", "6.15bpw", "weighted")
+    assert made["statistics"]["text_sha256"] == calibrated.text_sha256
+    assert made["sensitivity"]["measured"] is True
+    assert calibrated.text_sha256 in run("inspect", out).stdout
+
+
 def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Path) -> None:
     stats = tmp_path / "s.safetensors"
-    save_statistics(calibrate(dense, TEXT), stats)
+    save_statistics(calibrate(dense, TEXT, covariance=True), stats)
     small = quantize(dense, None, "q4", dry_run=True, method="search", keep=["embed.weight"]).output_bytes
     limit = small + 60_000
     report = quantize(
@@ -211,8 +236,16 @@ def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Pa
         assert source["embed.weight"].info.encoding == "f32"  # patterns are stronger
     with pytest.raises(UsageError, match="too small"):
         quantize(dense, None, budget="4.9bpw", dry_run=True)
+    assert "embed.weight" not in load_statistics(stats).sensitivities["weighted"].losses
     planned = quantize(dense, None, recipe="q4-high", dry_run=True, statistics=stats)
+    assert "embed.weight" in load_statistics(stats).sensitivities["weighted"].losses
     assert planned.recipe == "q4-high" and planned.budget == "6.15bpw"
+    mixed = quantize(dense, tmp_path / "g.oam", budget="6.2bpw", statistics=stats, method="gptq")
+    assert mixed.method == "gptq" and bits(tmp_path / "g.oam") <= 6.2
+    with OamSource(tmp_path / "g.oam") as source:
+        source.verify()
+        assert source.metadata["quantization"]["method"] == "gptq"
+    assert np.isfinite(oazoo.load(tmp_path / "g.oam").logits([1, 2, 3])).all()
     for arguments in ({"recipe": "q5"}, {"recipe": "q4", "to": "q4"}, {"budget": "5bpw", "to": "q8"}, {}):
         with pytest.raises(UsageError):
             quantize(dense, None, dry_run=True, **arguments)  # type: ignore[arg-type]
@@ -225,6 +258,18 @@ def test_plain_recipes_are_their_targets(dense: Path, tmp_path: Path) -> None:
         quantize(dense, tmp_path / "b.oam", name, method="absmax", overwrite=True)
         with OamSource(tmp_path / "a.oam") as a, OamSource(tmp_path / "b.oam") as b:
             assert a.weights_checksum == b.weights_checksum
+
+
+def test_the_default_is_weighted_and_says_so(dense: Path, tmp_path: Path) -> None:
+    one, two, text = tmp_path / "one.oam", tmp_path / "two.oam", tmp_path / "t.txt"
+    text.write_text(TEXT)
+    done = run("quantize", dense, "-o", one, "--to", "q4", "--text", text)
+    assert done.exit_code == 0, done.output
+    assert "method weighted: the model is run over a text first" in done.stderr
+    quantize(dense, two, "q4", method="weighted", text=TEXT)
+    with OamSource(one) as a, OamSource(two) as b:
+        assert a.weights_checksum == b.weights_checksum
+        assert a.metadata["quantization"]["method"] == "weighted"
 
 
 def test_models_that_cannot_run_are_guessed(dense: Path, tmp_path: Path) -> None:
@@ -242,6 +287,75 @@ def test_models_that_cannot_run_are_guessed(dense: Path, tmp_path: Path) -> None
     with OamSource(raw) as source:
         guessed = usual(source, [n for n, kind in encodings.items() if kind in ("q4", "q8")])
     assert sum(guessed.losses.values()) == pytest.approx(1)
+
+
+# ------------------------------------------------------------------------------------- sources that are quantised already
+
+
+def encodings_of(path: Path) -> dict[str, str]:
+    with OamSource(path) as source:
+        source.verify()
+        return {name: t.info.encoding for name, t in source.items()}
+
+
+@pytest.mark.parametrize("to", ["f16", "bf16", "f32"])
+def test_unpacking(dense: Path, tmp_path: Path, to: str) -> None:
+    packed, out = tmp_path / "packed.oam", tmp_path / "out.oam"
+    quantize(dense, packed, "q4", q8=["embed*"], method="absmax")
+    done = run("quantize", packed, "-o", out, "--to", to)
+    assert done.exit_code == 0, done.output
+    kinds = encodings_of(packed)
+    with OamSource(packed) as before, OamSource(out) as after:
+        for name, kind in kinds.items():
+            wanted = before[name].numpy()
+            if kind in ("q4", "q8"):
+                assert after[name].info.encoding == to
+                wanted = wanted.astype({"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}[to])
+            assert np.array_equal(after[name].numpy().view(np.uint8), wanted.view(np.uint8)), name
+        note = after.metadata["quantization"]
+        assert note["to"] == to and note["unpacked_from"].keys() == {"q4", "q8"}
+        assert note["before"]["method"] == "absmax"  # what was lost before is still told
+    again = run("quantize", out, "-o", tmp_path / "x.oam", "--to", to)
+    assert again.exit_code == 2 and "nothing" in again.output and "to unpack" in again.output
+    for more in (["--method", "search"], ["--q8", "embed*"], ["--allow-requantize"], ["--budget", "6bpw"]):
+        assert run("quantize", packed, "-o", tmp_path / "x.oam", "--to", to, *more).exit_code == 2
+
+
+def test_what_a_type_cannot_hold_is_not_unpacked_to_it(tmp_path: Path) -> None:
+    big, packed, out = (tmp_path / f"{n}.oam" for n in ("big", "packed", "out"))
+    with OamWriter(big, config=OamConfig("test"), entries=[OamEntry("w", (2, 32), "f32")]) as writer:
+        writer.write("w", np.full((2, 32), 1e6, np.float32))
+    quantize(big, packed, "q8")
+    with pytest.raises(FormatError, match="'w' holds values that are not finite, or too large for f16"):
+        quantize(packed, out, "f16")
+    assert not out.exists()
+    quantize(packed, out, "bf16")
+    quantize(packed, out, "f16", allow_nonfinite=True, overwrite=True)
+    with OamSource(out) as source:
+        assert np.isinf(source["w"].numpy()).all()
+
+
+def test_packing_again_must_be_allowed_and_is_told(dense: Path, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once.oam", tmp_path / "twice.oam"
+    quantize(dense, once, "q8", method="absmax")
+    refused = run("quantize", once, "-o", twice, "--to", "q4", "--method", "absmax")
+    assert refused.exit_code == 2 and "quantised already" in refused.output
+    assert "--allow-requantize" in refused.output and not twice.exists()
+    done = run("quantize", once, "-o", twice, "--to", "q4", "--method", "absmax", "--allow-requantize")
+    assert done.exit_code == 0, done.output
+    count = sum(kind == "q8" for kind in encodings_of(once).values())
+    assert f"quantised AGAIN, on top of what they had lost before: {count} tensors" in done.stderr
+    with OamSource(once) as before, OamSource(twice) as after:
+        assert after.metadata["quantization"]["requantized_from"] == {"q8": count}
+        assert after.metadata["quantization"]["before"]["to"] == "q8"
+        for name, tensor in after.items():
+            if tensor.info.encoding == "q4":  # the format's own encoder on what Q8 decodes to
+                codes, scales = quant.encode(before[name].numpy(), "q4")
+                assert np.array_equal(tensor.raw(), np.concatenate([codes, scales.view(np.uint8)])), name
+    # Q4 cannot become better: refused with or without being allowed to.
+    for more in ([], ["--allow-requantize"]):
+        done = run("quantize", twice, "-o", tmp_path / "x.oam", "--to", "q8", "--method", "absmax", *more)
+        assert done.exit_code == 2 and "could only lose more" in done.output
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.zoo import tensor_errors as module
+from oazoo.zoo.calibrate import own_text
 from oazoo.zoo.report import write_report
 from oazoo.zoo.tensor_errors import SCALE_BINS_PER_OCTAVE, SCALE_LOW, TensorError, tensor_errors
 
@@ -179,16 +180,16 @@ def test_a_page_on_a_model(tmp_path: Path) -> None:
         assert error.name in seen.text and f"{error.mse:.3g}" in seen.text
     # What both models say, against the logits themselves.
     a, b = oazoo.load(dense), oazoo.load(packed)
-    from oazoo.zoo.report import PROBE
-
-    ids = a.tokenizer.encode(PROBE, allow_special=False)[:64]
+    ids = a.tokenizer.encode(own_text()[:4000], allow_special=False)[:64]
     x, y = (np.array(m.logits(ids), np.float64) for m in (a, b))
     last = told["predictions"][-1]
     at = len(ids) - 2
     p, q = (np.exp(v[at] - v[at].max()) / np.exp(v[at] - v[at].max()).sum() for v in (x, y))
     assert last["kl"] == pytest.approx((p * np.log(p / q)).sum(), rel=1e-6)
     assert last["before"][0][1] == pytest.approx(p.max(), rel=1e-9)
-    assert last["after"][0] == [a.tokenizer.decode([int(q.argmax())]), pytest.approx(q.max(), rel=1e-9)]
+    best = int(q.argmax())
+    assert last["after"][0] == [a.tokenizer.decode([best]), pytest.approx(q.max(), rel=1e-9), y[at][best]]
+    assert f"({x[at].max():.2f})" in seen.text and f"({y[at].max():.2f})" in seen.text
     assert "The file has no quality receipt" in seen.text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from model_goldens import source_path
 from safetensors.numpy import save_file
 from torch_files import save_tensors
 
@@ -20,6 +21,21 @@ from oazoo.formats.detect import open_source
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_a_part_or_a_config_is_named_instead_of_the_folder(tmp_path: Path) -> None:
+    """What stands for the whole model in other tools: the message says what to name."""
+    folder = source_path("qwen2")
+    for name, words in (
+        ("model-00002-of-00004.safetensors", "is part 2 of a model in 4 files; name the folder"),
+        ("config.json", "is no index of weights; name the model's folder instead"),
+    ):
+        done = run("convert", folder / name, "-o", tmp_path / "m.oam")
+        assert done.exit_code == 1 and words in " ".join(done.stderr.split()), done.output
+        assert not (tmp_path / "m.oam").exists()
+    assert run("convert", folder / "model.safetensors.index.json", "-o", tmp_path / "m.oam").exit_code == 0
+    part = folder / "model-00002-of-00004.safetensors"
+    assert run("convert", part, "--arch", "raw", "-o", tmp_path / "part.oam").exit_code == 0
 
 
 def test_a_file_of_metadata_alone_is_shown(tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""Language models: what one step computes, and the loss on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from oazoo.errors import UsageError
+from oazoo.models import CausalModel
+from oazoo.runtime import Program, Tensor, random
+from oazoo.training.batches import Batch
+from oazoo.training.optimizer import Optimizer
+from oazoo.training.step import TrainingStep
+
+
+def summed_loss(model: CausalModel, inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """``Σ weight · cross-entropy`` of next tokens, f32 [1], in nats times the weights.
+
+    Args:
+        model: gives the logits.
+        inputs, targets: i32 [rows, tokens].
+        weights: f32 [rows, tokens]; 0 where a target does not count.
+    """
+    count = targets.numel
+    return model.loss(inputs, targets.view(count), mask=weights.view(count), count=1.0)
+
+
+class LanguageStepper:
+    """Trains a language model on :class:`~oazoo.training.batches.Batch` objects of one shape.
+
+    The loss of a step is the mean over all tokens that count in all of its batches, however they are spread over them.
+
+    Args:
+        model: its parameters that require gradients learn.
+        optimizer: over these.
+        clip: largest norm of the gradient, or None.
+        accumulate: batches of a step.
+        captured: off, steps are run anew each time instead of being replayed; for comparison.
+        seed: of dropout.
+    """
+
+    #: Losses kept until they are read.
+    capacity = 256
+
+    def __init__(
+        self,
+        model: CausalModel,
+        optimizer: Optimizer,
+        *,
+        clip: float | None = None,
+        accumulate: int = 1,
+        captured: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._draws = random.seed(model.device, seed)
+        self._accumulate = accumulate
+        self.step = TrainingStep(
+            partial(summed_loss, model),
+            optimizer,
+            clip=clip,
+            accumulation=accumulate,
+            captured=captured,
+            kept=2 * self.capacity,
+        )
+
+    def run(self, batches: Sequence[Batch]) -> None:
+        """Queue one step over as many batches as were announced."""
+        if len(batches) != self._accumulate:
+            raise UsageError(f"a step of {self._accumulate} batches was given {len(batches)}")
+        if not self.model.training:
+            self.model.train()
+        for batch in batches:
+            # A batch of which nothing counts adds nothing, and there is no mean of it.
+            weights = batch.mask / np.float32(max(batch.tokens, 1))
+            self.step(batch.inputs, batch.targets, weights, weight=max(float(batch.tokens), 1e-6))
+
+    def drain(self) -> list[tuple[float, float | None]]:
+        """The losses of the steps since the last call, nats a token; waits for the device."""
+        return [(float(loss), None) for loss in self.step.losses()]
+
+    def set_lr(self, lr: float) -> None:
+        """Of the steps from now on."""
+        self.optimizer.set_lr(lr)
+
+    def set_weight_decay(self, value: float) -> None:
+        """Of the steps from now on; parameters without any keep none."""
+        for index, group in enumerate(self.optimizer.groups):
+            if group.options["weight_decay"]:
+                self.optimizer.set_options(index, weight_decay=value)
+
+    def state(self) -> Mapping[str, Any]:
+        """Where the stream of random numbers is; waits for the device."""
+        return {"draws": list(self._draws.position)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._draws.seed(*(int(number) for number in state["draws"]))
+
+
+class HeldOutLoss:
+    """Mean loss of a language model over held-out batches, all of one shape; the first call captures, later ones replay.
+
+    Args:
+        model: put to evaluation while it is measured.
+        batches: from :func:`oazoo.training.batches.one_pass`; gone through at each call.
+    """
+
+    def __init__(self, model: CausalModel, batches: Sequence[Batch]) -> None:
+        if not batches:
+            raise UsageError("there is nothing to validate on")
+        self._model, self._batches = model, batches
+        self._inputs: list[Tensor] = []
+        self._program: Program | None = None
+        self._loss: Tensor | None = None
+
+    def __call__(self) -> tuple[float, int]:
+        """(nats a token, tokens); waits for the device."""
+        self._model.eval()
+        total, tokens = 0.0, 0
+        for batch in self._batches:
+            total += self._sum(batch)
+            tokens += batch.tokens
+        if not tokens:
+            raise UsageError("no token of the validation data counts in the loss")
+        return total / tokens, tokens
+
+    def _sum(self, batch: Batch) -> float:
+        device = self._model.device
+        arrays = (batch.inputs, batch.targets, batch.mask)
+        if self._program is None:
+            self._inputs = [Tensor.from_numpy(device, array) for array in arrays]
+            with device.capture() as program:
+                self._loss = summed_loss(self._model, *self._inputs)
+            self._program = program
+        else:
+            for tensor, array in zip(self._inputs, arrays, strict=True):
+                tensor.write(array)
+        self._program.run()
+        assert self._loss is not None
+        return float(self._loss.numpy()[0])
