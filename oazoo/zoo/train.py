@@ -54,7 +54,7 @@ from oazoo.zoo.train_settings import TrainSettings
 
 #: Longest rows unless longer ones are asked for: attention's cost grows with their square.
 _CONTEXT = 512
-_VALIDATION_TOKENS = 1 << 17
+_VALIDATION_TOKENS = 1 << 15
 LOG, CURVES = "log.csv", "curves.png"
 Floats = npt.NDArray[np.float32]
 Notify = Callable[[str], None]
