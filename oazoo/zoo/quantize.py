@@ -203,7 +203,14 @@ def quantize(
         DeviceError: no usable device, or out of its memory.
     """
     if equalized and not dry_run:
-        options = {"recipe": recipe, "budget": budget, "keep": keep, "q8": q8, "method": method, "text": text}
+        options: dict[str, Any] = {
+            "recipe": recipe,
+            "budget": budget,
+            "keep": keep,
+            "q8": q8,
+            "method": method,
+            "text": text,
+        }
         options |= {"allow_requantize": allow_requantize, "allow_nonfinite": allow_nonfinite}
         options |= {"overwrite": overwrite, "progress": progress, "notify": notify, "planned": planned}
         return _equalized(source, output, to, statistics, device, options)
