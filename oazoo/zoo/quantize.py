@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -152,6 +153,7 @@ def quantize(
     method: str | None = None,
     statistics: Statistics | str | Path | None = None,
     text: str | None = None,
+    equalized: bool = False,
     allow_requantize: bool = False,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
@@ -184,6 +186,8 @@ def quantize(
             ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
             None, the model is run to measure them. What a budget measures is added to the file.
         text: without statistics, what to run the model on; the general text of this package if None.
+        equalized: for ``weighted`` and ``gptq``: scale columns that count more up first, and what feeds them down by as much
+            (:mod:`oazoo.zoo.equalize`); the model's function stays. A dense copy lies beside the output meanwhile.
         allow_requantize: pack to Q4 what is Q8 already.
         allow_nonfinite: pack NaN and infinities as 0 instead of refusing them.
         overwrite: replace an existing output.
@@ -198,6 +202,18 @@ def quantize(
         FormatError: the source is damaged, not an `.oam`, or holds non-finite values.
         DeviceError: no usable device, or out of its memory.
     """
+    if equalized and not dry_run:
+        options: dict[str, Any] = {
+            "recipe": recipe,
+            "budget": budget,
+            "keep": keep,
+            "q8": q8,
+            "method": method,
+            "text": text,
+        }
+        options |= {"allow_requantize": allow_requantize, "allow_nonfinite": allow_nonfinite}
+        options |= {"overwrite": overwrite, "progress": progress, "notify": notify, "planned": planned}
+        return _equalized(source, output, to, statistics, device, options)
     target, limit = resolve(to, recipe, budget)
     keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
     request = Request(target, keep, q8, allow_requantize)
@@ -295,6 +311,41 @@ def quantize(
         if planned is not None:
             planned(report)
         return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed, feedback)
+
+
+def _equalized(
+    source: str | Path,
+    output: str | Path | None,
+    to: str | None,
+    given: Statistics | str | Path | None,
+    device: Device | None,
+    options: Mapping[str, Any],
+) -> QuantizeReport:
+    """Quantise an equalized copy of the model."""
+    from oazoo.runtime import get_device
+    from oazoo.zoo.equalize import equalize
+
+    method, text, progress = options["method"] or "weighted", options["text"], options["progress"]
+    if method not in _MEASURED:
+        raise UsageError(f"equalizing goes by what columns are multiplied with, which {method} does not mind")
+    if output is None:
+        raise UsageError("say where to write: only a dry run needs no output")
+    check_not_input(output, [Path(source)])
+    check_output(output, overwrite=options["overwrite"])
+    device = device or get_device()
+    with TemporaryDirectory(prefix=".equalized-", dir=Path(output).parent) as folder:
+        even = Path(folder) / Path(source).name
+        with open_file(source) as opened:
+            if not isinstance(opened, OamSource):
+                raise FormatError(f"{source} is a {opened.format} file; quantize packs .oam files")
+            known = _statistics(opened, given, text, device, progress)
+            scaled: Statistics | None = equalize(opened, known, even, device, progress)
+            size = opened.path.stat().st_size
+        # Error feedback without statistics runs the model along, and then reads the text itself.
+        along = method == "gptq" and given is None
+        more = {**options, "method": method, "text": text if along else None}
+        report = quantize(even, output, to, statistics=None if along else scaled, device=device, **more)
+    return replace(report, source=str(source), source_bytes=size)
 
 
 def default_method(source: OamSource, target: str) -> str:
