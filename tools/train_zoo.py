@@ -24,11 +24,11 @@ from oazoo.zoo.train_settings import TrainSettings
 RECIPES: dict[str, tuple[str, TrainSettings]] = {
     "bytelm-kjv": (
         "bytelm-small",
-        TrainSettings(steps=1500, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
+        TrainSettings(steps=450, batch_size=16, context=256, optimizer="muon", validation=0.02, seed=1),
     ),
     "nanogpt-kjv": (
         "nanogpt-small",
-        TrainSettings(steps=1500, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
+        TrainSettings(steps=450, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
     ),
 }
 PROMPTS = ("In the beginning", "And the king said unto", "Blessed are")
