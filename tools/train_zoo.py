@@ -28,7 +28,7 @@ RECIPES: dict[str, tuple[str, TrainSettings]] = {
     ),
     "nanogpt-kjv": (
         "nanogpt-small",
-        TrainSettings(steps=450, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
+        TrainSettings(steps=320, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
     ),
 }
 PROMPTS = ("In the beginning", "And the king said unto", "Blessed are")
