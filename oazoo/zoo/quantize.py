@@ -181,7 +181,7 @@ def quantize(
         method: ``absmax``, the format's own rule; ``search``, the scale and codes of least squared error of each block;
             ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with;
             ``gptq``, for q4: columns in turn, each making up for the errors of those before.
-            None: ``weighted`` for a model that can run, else ``absmax``.
+            None: for q8 ``search``, for q4 ``weighted`` if the model can run, else ``absmax``.
         statistics: for ``gptq``: with covariances; if None, the model is run along, a layer at a time, as it is packed. For
             ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
             None, the model is run to measure them. What a budget measures is added to the file.
@@ -349,9 +349,14 @@ def _equalized(
 
 
 def default_method(source: OamSource, target: str) -> str:
-    """``weighted`` for a model that can run on a text; none where nothing is packed; else ``absmax``."""
+    """``weighted`` for a model that can run on a text, else ``absmax``; for q8 ``search``; none where nothing is packed.
+
+    What 8 bits lose is little, and the few columns that weights favour would take it from all others.
+    """
     if target in DENSE:
         return ""
+    if target == "q8":
+        return "search"
     return "weighted" if runs_on_text(source) else "absmax"
 
 
