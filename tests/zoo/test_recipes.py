@@ -270,6 +270,7 @@ def test_the_default_is_weighted_and_says_so(dense: Path, tmp_path: Path) -> Non
     with OamSource(one) as a, OamSource(two) as b:
         assert a.weights_checksum == b.weights_checksum
         assert a.metadata["quantization"]["method"] == "weighted"
+    assert quantize(dense, None, "q8", dry_run=True).method == "search"
 
 
 def test_models_that_cannot_run_are_guessed(dense: Path, tmp_path: Path) -> None:
