@@ -75,20 +75,9 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "quantize": (
         "OAM",
         "",
-<<<<<<< HEAD
-        ["quantize", "IN", "-o", "OUT", "--to", "q4", "--method", "search", "--keep", "embed*"],
-    ),
-    "quantize further": (
-        "OAM q8",
-        "",
-        ["quantize", "IN", "-o", "OUT", "--to", "q4", "--method", "absmax", "--allow-requantize"],
-    ),
-    "unpack": ("OAM q8", "", ["quantize", "IN", "-o", "OUT", "--to", "f16"]),
-=======
         ["quantize", "IN", "-o", "OUT", "--to", "q4", "--keep", "embed*", "--method", "absmax"],
     ),
     "quantize further": ("OAM q8", "", ["quantize", "IN", "-o", "OUT", "--to", "q4", "--method", "absmax"]),
->>>>>>> wt-gguf
     "diff": ("OAM", "", ["diff", "IN", "OTHER"]),
     "diff across containers": ("Q8_0", "", ["diff", "OTHER", "IN"]),
     "verify": ("OAM", "", ["verify", "IN"]),
@@ -103,7 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """An ``.oam`` with dense weights, and one that is packed in part."""
     folder = tmp_path_factory.mktemp("models")
     oazoo.convert(source_path("F32"), folder / "dense.oam")
-    oazoo.quantize(folder / "dense.oam", folder / "part.oam", "q8", keep=["layers.0.*"], method="absmax")
+    oazoo.quantize(folder / "dense.oam", folder / "part.oam", "q8", keep=["layers.0.*"])
     return {"OAM": folder / "dense.oam", "OAM q8": folder / "part.oam"}
 
 
