@@ -245,23 +245,26 @@ class Device:
         arena = Arena(self.allocator)
         program = Program(self, recording, arena)
         recording.begin()
-        self._capturing, self._arena = program, arena
-        try:
+        with self.capturing_into(program, arena):
             yield program
             recording.end()
             program.complete = True
-        finally:
-            self._capturing, self._arena = None, None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Do what is called inside at once, also while a program is captured: for constants that its work needs."""
-        program, arena = self._capturing, self._arena
-        self._capturing, self._arena = None, None
+        with self.capturing_into(None, None):
+            yield
+
+    @contextmanager
+    def capturing_into(self, program: Program | None, arena: Arena | None) -> Iterator[None]:
+        """Record into ``program`` and allocate from ``arena`` what is called inside; None for the device itself."""
+        before = self._capturing, self._arena
+        self._capturing, self._arena = program, arena
         try:
             yield
         finally:
-            self._capturing, self._arena = program, arena
+            self._capturing, self._arena = before
 
     @contextmanager
     def profile(self) -> Iterator[dict[str, list[float]]]:

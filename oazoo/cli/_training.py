@@ -43,6 +43,16 @@ _OPTIONS = [
     click.option(
         "--accumulate", type=int, default=1, show_default=True, help="Batches whose gradients make a step."
     ),
+    click.option(
+        "--auto-batch",
+        is_flag=True,
+        help="Divide the rows of a step (--batch-size times --accumulate) into batches that fit into free memory.",
+    ),
+    click.option(
+        "--checkpointing",
+        is_flag=True,
+        help="Compute layers again on the way back instead of keeping what is in them: less memory, more time.",
+    ),
     click.option("--context", type=int, help="Tokens of a row.  [default: the model's, 512 at most]"),
     click.option(
         "--optimizer",
@@ -148,7 +158,10 @@ def _show_plan(run: Run, as_json: bool) -> None:
             ("tokens held back", f"{plan.validation_tokens:,}"),
             ("steps", f"{plan.steps:,}"),
             ("highest learning rate", f"{plan.lr:g}"),
-            ("device memory, about", format_bytes(plan.memory_bytes)),
+            ("batches of a step", f"{plan.accumulate:,} of {plan.batch_size:,} rows"),
+            ("device memory", format_bytes(plan.memory_bytes)),
+            ("  of a step", format_bytes(plan.memory.step)),
+            ("  free for it", format_bytes(plan.memory.free) + ("" if plan.memory.fits else ", not enough")),
             ("device", plan.device),
         ],
         right=["how much"],

@@ -27,6 +27,8 @@ class TrainSettings:
         steps: of the optimizer; None for as many as ``epochs`` take.
         epochs: passes over the data.
         batch_size: rows of a batch; ``accumulate`` batches make a step.
+        auto_batch: divide a step of ``batch_size · accumulate`` rows into batches as large as free memory allows.
+        checkpointing: keep nothing inside layers on the way forward and compute it again: less memory, a third more time.
         context: tokens of a row; None for the model's own, 512 at most.
         optimizer: one of ``OPTIMIZERS``.
         lr: highest learning rate; None for one that suits optimizer and kind of run.
@@ -46,6 +48,8 @@ class TrainSettings:
     epochs: float = 1.0
     batch_size: int = 16
     accumulate: int = 1
+    auto_batch: bool = False
+    checkpointing: bool = False
     context: int | None = None
     optimizer: str = "adamw"
     lr: float | None = None
