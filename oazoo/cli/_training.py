@@ -180,8 +180,13 @@ def _show_summary(run: Run, summary: Summary, as_json: bool) -> None:
         f"({summary.tokens_per_second:,.0f} tokens/s){best}"
     )
     if summary.loss_first is not None and summary.loss_last is not None:
+        device = ""
+        if summary.device_p50 is not None and summary.device_p95 is not None:
+            device = (
+                f", of the device {1000 * summary.device_p50:,.1f} and {1000 * summary.device_p95:,.1f} ms"
+            )
         assert summary.step_p50 is not None and summary.step_p95 is not None and summary.loss_mean is not None
         say(
             f"  loss {summary.loss_first:.4f} → {summary.loss_last:.4f}, mean {summary.loss_mean:.4f}; a step took "
-            f"{1000 * summary.step_p50:,.1f} ms (p50), {1000 * summary.step_p95:,.1f} ms (p95)"
+            f"{1000 * summary.step_p50:,.1f} ms (p50), {1000 * summary.step_p95:,.1f} ms (p95){device}"
         )

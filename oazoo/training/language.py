@@ -98,6 +98,10 @@ class LanguageStepper:
             if group.options["weight_decay"]:
                 self.optimizer.set_options(index, weight_decay=value)
 
+    def device_seconds(self) -> float | None:
+        """Device time of the last step, asked for after :meth:`drain`; None if the device does not tell."""
+        return self.step.seconds()
+
     def measure(self, rows: int, tokens: int) -> int:
         """Bytes of device memory that steps over batches of [rows, tokens] take; see :meth:`TrainingStep.measure`."""
         self.model.train()

@@ -236,6 +236,9 @@ class Trainer:
             if failure is None and not (math.isfinite(loss) and (norm is None or math.isfinite(norm))):
                 failure = self._not_finite(records[-1], where)
         self._tally.add(records)
+        device_seconds = getattr(self.stepper, "device_seconds", None)
+        if device_seconds is not None:
+            self._tally.add_device(device_seconds())
         self._tell("on_steps", records)
         if failure is not None:
             raise failure

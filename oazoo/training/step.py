@@ -115,6 +115,15 @@ class TrainingStep:
         """The losses, one a step, since the last call; without ``wait`` those of the steps that are done by now."""
         return self._log.read(wait=wait)
 
+    def seconds(self) -> float | None:
+        """Device time of the last step, all its calls like the last one; None where the device has no clock, or its work is
+        not captured. To be asked for after :meth:`losses`, which waits.
+        """
+        calls = {"part": self.accumulation}
+        found = [(program.seconds(), calls.get(name, 1)) for name, program in self._programs.items()]
+        known = [seconds * times for seconds, times in found if seconds is not None]
+        return sum(known) if found and len(known) == len(found) else None
+
     def measure(self, *inputs: tuple[tuple[int, ...], str]) -> int:
         """Bytes of device memory that calls with inputs of these shapes and types take: them, all intermediates, and with
         accumulation the gradients. Nothing is run, and none of it is allocated.
@@ -170,7 +179,7 @@ class TrainingStep:
         if self._captured:
             program = self._programs.get(name)
             if program is None:
-                with self._device.capture() as program:
+                with self._device.capture(timed=True) as program:
                     work()
                 self._programs[name] = program
             program.run()

@@ -85,6 +85,11 @@ def test_the_loss_falls(text: Path, tmp_path: Path) -> None:
     assert 5.0 < summary.loss_first < 6.5 and summary.loss_last < 2.5
     assert summary.best_loss is not None and summary.best_loss < 2.5
     assert losses(tmp_path / "run")[0] == summary.loss_first
+    assert summary.step_p50 is not None
+    if summary.device_p50 is not None and summary.device_p95 is not None:  # the device has a clock
+        assert 0 < summary.device_p50 <= summary.device_p95 < 4 * summary.seconds
+        # Nothing but the device takes long in a step.
+        assert 0.2 * summary.step_p50 < summary.device_p50
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
