@@ -60,6 +60,11 @@ _OPTIONS = [
         default="adamw",
         show_default=True,
     ),
+    click.option(
+        "--compat",
+        type=click.Choice(["oa"]),
+        help="OA's definition of the optimizer, and its state in MODEL.",
+    ),
     click.option("--lr", type=float, help="Highest learning rate.  [default: by optimizer and kind of run]"),
     click.option(
         "--schedule",

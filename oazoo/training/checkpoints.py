@@ -157,12 +157,15 @@ def read_checkpoint(path: Path | str, run: Mapping[str, Any]) -> Checkpoint:
                 f"{_short(run.get(name))}. Resume with what the run was begun with, or begin another in another folder"
             )
         weights = {name: np.array(tensor.numpy(), np.float32) for name, tensor in source.items()}
-        # What the file maps goes when it is closed.
-        optimizer = source.optimizer
-        if optimizer is not None:
-            second = None if optimizer.second is None else optimizer.second.copy()
-            optimizer = replace(optimizer, first=optimizer.first.copy(), second=second)
-        return Checkpoint(where, weights, optimizer, document["training"])
+        return Checkpoint(where, weights, own_copy(source.optimizer), document["training"])
+
+
+def own_copy(section: OamOptimizer | None) -> OamOptimizer | None:
+    """An optimizer's section that stays when its file is closed."""
+    if section is None:
+        return None
+    second = None if section.second is None else section.second.copy()
+    return replace(section, first=section.first.copy(), second=second)
 
 
 def latest_checkpoint(

@@ -131,7 +131,13 @@ class Run:
         model, learning = subject.model, subject.learning()
         model.checkpointing = settings.checkpointing
         lr = settings.rate(subject.kind)
+        begun = subject.optimizer if subject.kind == "full" else None
+        if begun is not None and settings.lr is None:
+            lr = begun.lr
         optimizer = settings.make_optimizer(learning, lr)
+        if begun is not None:
+            from_section(optimizer, begun)
+            say(f"going on with the state of {begun.kind} after {begun.step} steps that {subject.name} has")
 
         def stepper(accumulate: int) -> LanguageStepper:
             return LanguageStepper(

@@ -9,6 +9,7 @@ from typing import Any
 from oazoo.errors import UsageError
 from oazoo.runtime import Tensor
 from oazoo.training import SGD, Adam, AdamW, Muon, Optimizer
+from oazoo.training.optimizer import Compat
 from oazoo.training.schedules import Constant, OneCycle, ReduceOnPlateau, Schedule, WarmupCosine
 
 OPTIMIZERS = ("adamw", "adam", "muon", "sgd")
@@ -31,6 +32,8 @@ class TrainSettings:
         checkpointing: keep nothing inside layers on the way forward and compute it again: less memory, a third more time.
         context: tokens of a row; None for the model's own, 512 at most.
         optimizer: one of ``OPTIMIZERS``.
+        compat: ``"oa"`` for OA's definition of the optimizer, one group for all parameters, and to go on with the state that
+            the model's file has of it; None for the papers'.
         lr: highest learning rate; None for one that suits optimizer and kind of run.
         schedule: one of ``SCHEDULES``.
         warmup: share of the steps on the way up.
@@ -52,6 +55,7 @@ class TrainSettings:
     checkpointing: bool = False
     context: int | None = None
     optimizer: str = "adamw"
+    compat: Compat = None
     lr: float | None = None
     schedule: str = "cosine"
     warmup: float = 0.05
@@ -85,6 +89,8 @@ class TrainSettings:
             raise UsageError(f"a learning rate of {self.lr} cannot be meant")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"unknown optimizer {self.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
+        if self.compat not in (None, "oa"):
+            raise UsageError(f"compat is 'oa' or None, not {self.compat!r}")
         if self.schedule not in SCHEDULES:
             raise UsageError(f"unknown schedule {self.schedule!r}; there are {', '.join(SCHEDULES)}")
         if self.patience is not None and self.patience < 0:
@@ -109,13 +115,17 @@ class TrainSettings:
         vectors = [(name, tensor) for name, tensor in parameters if len(tensor.shape) <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
+        if self.compat == "oa":
+            groups = [{"params": list(parameters)}]
+        compat = self.compat
+        momentum = 0.0 if compat == "oa" else 0.9  # OA keeps no momentum of SGD in its files
         if self.optimizer == "adamw":
-            return AdamW(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay)
+            return AdamW(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay, compat=compat)
         if self.optimizer == "adam":
-            return Adam(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay)
+            return Adam(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay, compat=compat)
         if self.optimizer == "muon":
-            return Muon(groups, lr, weight_decay=self.weight_decay)
-        return SGD(groups, lr, momentum=0.9, weight_decay=self.weight_decay)
+            return Muon(groups, lr, weight_decay=self.weight_decay, compat=compat)
+        return SGD(groups, lr, momentum=momentum, weight_decay=self.weight_decay, compat=compat)
 
     def make_schedule(self, lr: float, steps: int) -> Schedule:
         """The learning rate by step."""

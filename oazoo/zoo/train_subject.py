@@ -15,7 +15,7 @@ from oazoo import __version__
 from oazoo.configs import ModelConfig
 from oazoo.errors import TranslationError, UsageError
 from oazoo.formats.oam import OamSource
-from oazoo.formats.oam_layout import OamConfig
+from oazoo.formats.oam_layout import OamConfig, OamOptimizer
 from oazoo.generation.text_model import TextModel
 from oazoo.models import CausalModel, build
 from oazoo.nn.dropout import Dropout
@@ -24,7 +24,7 @@ from oazoo.runtime import Device, Tensor
 from oazoo.text import BaseTokenizer, ChatTemplate, Tokenizer
 from oazoo.text.files import TEXT_SUFFIXES, data_files, text_pieces
 from oazoo.text.train import byte_tokenizer_json, train_byte_level
-from oazoo.training.checkpoints import ModelFile
+from oazoo.training.checkpoints import ModelFile, own_copy
 from oazoo.training.lora import LoraSettings, attach
 from oazoo.translators.lora import LoraMap, choose_layers, lora_map
 from oazoo.zoo.adapters import base_facts, declared_architectures
@@ -51,11 +51,13 @@ class Subject:
     lora: LoraSettings | None = None
     map: LoraMap | None = None
     base: dict[str, Any] | None = None
+    optimizer: OamOptimizer | None = None
 
     def learning(self) -> list[tuple[str, Tensor]]:
         """Names and tensors of the parameters that learn, in the order of files."""
         if self.adapters is None:
-            return [(name, parameter.tensor) for name, parameter in self.model.named_parameters()]
+            found = dict(self.model.named_parameters())
+            return [(name, found[name].tensor) for name in self.config.parameters() if name in found]
         return [
             (f"{layer}.{part}", parameter.tensor)
             for layer, adapter in self.adapters.items()
@@ -148,6 +150,7 @@ def imported_model(
         assert isinstance(source, OamSource)
         packed = sorted({t.info.encoding for t in source.values()} & {"q4", "q8"})
         facts, declared = base_facts(source), declared_architectures(source)
+        optimizer = own_copy(source.optimizer)
         document = {k: v for k, v in source.metadata.items() if k not in ("receipt", "quantization")}
         assets = {
             name.removeprefix("asset/"): tensor.raw().tobytes()
@@ -165,6 +168,7 @@ def imported_model(
         ModelFile(_oam_config(config, document), assets),
         identity,
         base=facts,
+        optimizer=optimizer if settings.compat == "oa" else None,
     )
     if lora is not None and settings.dropout:
         raise UsageError("the frozen model keeps no dropout; that of the corrections is --lora-dropout")
