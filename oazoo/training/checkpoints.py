@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from oazoo.training.loop import Trainer
 
 TRAINING_ASSET = "training.json"
-BEST = "best.oam"
+BEST, LOCK = "best.oam", ".lock"
 _NAME = re.compile(r"checkpoint-(\d{8})\.oam")
 
 Floats = npt.NDArray[np.float32]
@@ -73,6 +74,30 @@ class RunFolder:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise output_error(self.folder, error) from error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs out of the folder, in this process and in others; a process that ends lets go of it.
+
+        Raises:
+            UsageError: another run is in it.
+            OutputError: the folder cannot be written.
+        """
+        import filelock  # here: slow to load
+
+        lock = filelock.FileLock(self.folder / LOCK, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise UsageError(
+                f"{self.folder}: another run is at work in it; wait for its end, or name another folder"
+            ) from None
+        except OSError as error:
+            raise output_error(self.folder, error) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def save(self, trainer: Trainer, *, best: bool) -> str:
         """Save the run as it stands: as the best model, without what resuming needs, or as a checkpoint."""

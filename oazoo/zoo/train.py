@@ -22,7 +22,7 @@ from oazoo.generation.text_model import TextModel
 from oazoo.runtime import Device, OutOfDeviceMemoryError, get_device
 from oazoo.training.batches import Batch, Batches, one_pass
 from oazoo.training.callbacks import Callback, EarlyStopping
-from oazoo.training.checkpoints import RunFolder, checkpoints, latest_checkpoint
+from oazoo.training.checkpoints import BEST, RunFolder, checkpoints, latest_checkpoint
 from oazoo.training.control import TrainingControl
 from oazoo.training.csv_log import CsvLog
 from oazoo.training.curves import draw_curves
@@ -103,10 +103,8 @@ class Run:
     ) -> None:
         say = notify or (lambda line: None)
         self.subject, self.output = subject, output
-        if output is not None and not resume and checkpoints(output):
-            raise UsageError(
-                f"{output}: holds a run already; go on with it (--resume), or name another folder"
-            )
+        if output is not None:
+            _check_folder(output, resume)
         longest = subject.model.max_positions
         context = settings.context or min(longest, _CONTEXT)
         if context > longest:
@@ -189,7 +187,9 @@ class Run:
         self._run = {**subject.identity, "data": batches.digest, "settings": same}
         folder, log = None, list[Callback]()
         if output is not None:
-            log = [CsvLog(output / LOG, resumed=resume)]
+            # What a run that never came to its first checkpoint has logged is not gone on from.
+            log = [CsvLog(output / LOG, resumed=True)]
+            self._from = max(checkpoints(output), default=None)
             folder = RunFolder(
                 output,
                 model=subject.file,
@@ -197,6 +197,7 @@ class Run:
                 optimizer=lambda: to_section(optimizer),
                 run=self._run,
             )
+        self._folder = folder
         every = max(1, steps // 10)
         self.trainer = Trainer(
             stepper(accumulate),
@@ -227,25 +228,37 @@ class Run:
         """Train; what was best is in the run's folder afterwards.
 
         Raises:
+            UsageError: another run is, or has been, in the folder.
             OazooError: see :meth:`oazoo.training.loop.Trainer.fit`.
         """
+        if self.output is None or self._folder is None:
+            return self.trainer.fit()
+        with self._folder.held():
+            newest = max(checkpoints(self.output), default=None)
+            if newest != self._from:
+                raise UsageError(
+                    f"{self.output}: another run has been here meanwhile; go on with it (--resume), or name another folder"
+                )
+            return self._fit(self.output)
+
+    def _fit(self, output: Path) -> Summary:
         summary = self.trainer.fit()
-        if self.output is not None:
-            if self.trainer.validate is None:
-                # Without validation the last step is the best there is.
-                assert self.trainer.checkpoints is not None
-                self.trainer.checkpoints.save(self.trainer, best=True)
-            if self.subject.adapters is not None:
-                self._write_adapter(self.output)
-            if summary.steps and find_spec("matplotlib") is not None:
-                draw_curves(self.output / LOG, self.output / CURVES, overwrite=True)
+        self._from = max(checkpoints(output), default=None)
+        if self.trainer.validate is None:
+            # Without validation the last step is the best there is.
+            assert self.trainer.checkpoints is not None
+            self.trainer.checkpoints.save(self.trainer, best=True)
+        if self.subject.adapters is not None:
+            self._write_adapter(output)
+        if summary.steps and find_spec("matplotlib") is not None:
+            draw_curves(output / LOG, output / CURVES, overwrite=True)
         return summary
 
     def _write_adapter(self, output: Path) -> None:
         """The best corrections, or the last ones without validation, as PEFT reads them."""
         subject = self.subject
         assert subject.adapters is not None and subject.lora is not None
-        best = output / "best.oam"
+        best = output / BEST
         if best.exists():
             with OamSource(best) as source:
                 subject.load({name: np.array(tensor.numpy()) for name, tensor in source.items()})
@@ -277,6 +290,19 @@ def _parts(documents: Documents, settings: TrainSettings) -> tuple[Part, Part | 
     if not settings.validation:
         return everything(documents), None
     return split(documents, settings.validation, settings.seed)
+
+
+def _check_folder(output: Path, resume: bool) -> None:
+    """Refuse to begin where something is that would be lost, and to go on where nothing is."""
+    found = checkpoints(output)
+    if resume and not found:
+        raise UsageError(
+            f"{output}: holds no checkpoint to go on from; to begin there, leave --resume out"
+            if output.is_dir()
+            else f"{output}: there is no such folder to go on in"
+        )
+    if not resume and (found or (output / BEST).exists()):
+        raise UsageError(f"{output}: holds a run already; go on with it (--resume), or name another folder")
 
 
 def _early(settings: TrainSettings) -> list[Callback]:
