@@ -24,6 +24,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.strict_json import decode_utf8, load_object
+from oazoo.training.records import TrainingError
 
 if TYPE_CHECKING:
     from oazoo.training.loop import Trainer
@@ -100,10 +101,22 @@ class RunFolder:
             lock.release()
 
     def save(self, trainer: Trainer, *, best: bool) -> str:
-        """Save the run as it stands: as the best model, without what resuming needs, or as a checkpoint."""
+        """Save the run as it stands: as the best model, without what resuming needs, or as a checkpoint.
+
+        Raises:
+            TrainingError: a weight is not finite.
+            OutputError: the file cannot be written.
+        """
         state = trainer.state
         path = self.folder / (BEST if best else f"checkpoint-{state.step:08d}.oam")
         weights = self._weights()
+        for name, values in weights.items():
+            if not np.isfinite(values).all():
+                raise TrainingError(
+                    f"after step {state.step}: {name} has values that are not finite (learning rate {trainer.lr:.3g}), so "
+                    "nothing is saved; what was saved before is kept. Try a lower learning rate or a longer warm-up, or "
+                    "clip the gradient"
+                )
         assets = dict(self._model.assets)
         if not best:
             document = {"run": self._run, "training": trainer.snapshot()}

@@ -12,15 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from oazoo.errors import FormatError, OazooError, UsageError
+from oazoo.errors import FormatError, UsageError
 from oazoo.training.callbacks import Callback
 from oazoo.training.control import TrainingControl
-from oazoo.training.records import StepRecord, Summary, Tally, ValidationRecord
+from oazoo.training.records import StepRecord, Summary, Tally, TrainingError, ValidationRecord
 from oazoo.training.schedules import Constant, Schedule
-
-
-class TrainingError(OazooError):
-    """A run cannot go on: its loss is not finite, or a checkpoint does not belong to it."""
 
 
 class Batch(Protocol):

@@ -1,4 +1,4 @@
-"""What a training run tells of itself: a record for each step, one for each validation, a summary at the end."""
+"""What a training run tells of itself: records of steps and validations, a summary, or the error it ends with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+
+from oazoo.errors import OazooError
+
+
+class TrainingError(OazooError):
+    """A run cannot go on: its loss is not finite, or a checkpoint does not belong to it."""
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,13 @@ class Run:
         size, accumulate = settings.batch_size, settings.accumulate
         if settings.auto_batch:
             size, accumulate = divide(size * accumulate, free, measure)
-        step_bytes, validation_bytes = measure(size, accumulate)
+        try:
+            step_bytes, validation_bytes = measure(size, accumulate)
+        except OutOfDeviceMemoryError as error:
+            raise OutOfDeviceMemoryError(
+                f"a step over {size} rows of {context} tokens: {error}; use smaller batches or shorter rows "
+                "(--batch-size, --auto-batch, --context)"
+            ) from error
         memory = RunMemory(
             weights=sum(shard.nbytes for p in model.parameters() for shard in p.shards),
             optimizer=optimizer.nbytes,
