@@ -187,12 +187,12 @@ def read_checkpoint(path: Path | str, run: Mapping[str, Any]) -> Checkpoint:
         if not all(isinstance(document.get(key), dict) for key in ("run", "training")):
             raise FormatError(f"{where}: the training state is damaged: run and training are missing")
         before = document["run"]
-        differing = sorted(k for k in {*before, *run} if before.get(k) != run.get(k))
-        if differing:
-            name = differing[0]
+        found_difference = _difference(before, run)
+        if found_difference is not None:
+            name, was, now = found_difference
             raise UsageError(
-                f"{where}: is a checkpoint of another run: {name} was {_short(before.get(name))}, now it is "
-                f"{_short(run.get(name))}. Resume with what the run was begun with, or begin another in another folder"
+                f"{where}: is a checkpoint of another run: {name} was {_short(was)}, now it is {_short(now)}. Resume with "
+                "what the run was begun with, or begin another in another folder"
             )
         weights = {name: np.array(tensor.numpy(), np.float32) for name, tensor in source.items()}
         return Checkpoint(where, weights, own_copy(source.optimizer), document["training"])
@@ -226,6 +226,21 @@ def latest_checkpoint(
             raise
         except OazooError as error:
             notify(f"{error}; the checkpoint before it is taken")
+    return None
+
+
+def _difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], within: str = ""
+) -> tuple[str, Any, Any] | None:
+    """The first value that is not the same in both: its name, and what it was and is."""
+    for key in {**now, **before}:
+        was, is_ = before.get(key), now.get(key)
+        if was == is_:
+            continue
+        name = f"{within}{key}"
+        if isinstance(was, dict) and isinstance(is_, dict):
+            return _difference(was, is_, f"{name}.")
+        return name, was, is_
     return None
 
 

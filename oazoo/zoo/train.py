@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from oazoo.errors import UsageError
+from oazoo.errors import DeviceError, UsageError
 from oazoo.formats.lora import Adapter, LoraPair, write_adapter
 from oazoo.formats.oam import OamSource
 from oazoo.generation.text_model import TextModel
@@ -152,8 +152,8 @@ class Run:
             size, accumulate = divide(size * accumulate, free, measure)
         try:
             step_bytes, validation_bytes = measure(size, accumulate)
-        except OutOfDeviceMemoryError as error:
-            raise OutOfDeviceMemoryError(
+        except DeviceError as error:
+            raise DeviceError(
                 f"a step over {size} rows of {context} tokens: {error}; use smaller batches or shorter rows "
                 "(--batch-size, --auto-batch, --context)"
             ) from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oazoo.runtime import Device, OutOfDeviceMemoryError
+from oazoo.errors import DeviceError
+from oazoo.runtime import Device
 
 #: Share of the free memory that ``--auto-batch`` fills; the rest is for the driver and for others.
 _FILLED = 0.9
@@ -55,12 +57,13 @@ def divide(rows: int, free: int, measure: Measure) -> tuple[int, int]:
     Returns:
         rows of a batch, batches of a step; a batch of one row if nothing fits.
     """
-    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    small = [size for size in range(1, math.isqrt(rows) + 1) if rows % size == 0]
+    sizes = sorted({*small, *(rows // size for size in small)})
 
     def fits(size: int) -> bool:
         try:
             return sum(measure(size, rows // size)) <= _FILLED * free
-        except OutOfDeviceMemoryError:  # a tensor larger than a buffer may be
+        except DeviceError:  # a tensor larger than a buffer may be, or more work than a kernel takes
             return False
 
     low, high = 0, len(sizes) - 1

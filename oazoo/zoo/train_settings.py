@@ -18,6 +18,8 @@ SCHEDULES = ("cosine", "constant", "one-cycle", "plateau")
 _RATES = {"adamw": 3e-3, "adam": 3e-3, "muon": 2e-2, "sgd": 1e-1}
 _ADAPTER_RATES = {"adamw": 1e-3, "adam": 1e-3, "muon": 5e-3, "sgd": 1e-1}
 _FULL_RATES = {"adamw": 5e-5, "adam": 5e-5, "muon": 5e-4, "sgd": 1e-2}
+#: Rows of a step: their ids are held by the host at once.
+_MAX_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,10 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be 1 or more, not {value}")
+        if self.batch_size * self.accumulate > _MAX_ROWS:
+            raise UsageError(
+                f"a step over {self.batch_size:,} times {self.accumulate:,} rows cannot be meant; {_MAX_ROWS:,} are the most"
+            )
         for name, low, high in (
             ("warmup", 0.0, 0.9),
             ("min_lr", 0.0, 1.0),

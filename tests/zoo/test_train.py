@@ -293,6 +293,7 @@ def test_a_dry_run(text: Path, tmp_path: Path) -> None:
     [
         (["train", "bytelm-huge"], "no preset 'bytelm-huge'"),
         (["train", "bytelm-tiny", "--batch-size", 0], "batch_size must be 1 or more"),
+        (["train", "bytelm-tiny", "--accumulate", 10**9], "cannot be meant"),
         (["train", "bytelm-tiny", "--lr", "nan"], "learning rate of nan"),
         (["train", "bytelm-tiny", "--context", 400000], "longer than the"),
         (["train", "bytelm-tiny", "--validation", 0, "--patience", 1], "need validation data"),
@@ -372,7 +373,7 @@ def test_a_step_may_be_divided_otherwise_when_it_goes_on(text: Path, tmp_path: P
     second.fit()
     assert np.allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
     assert whole.steps == 6 and second.trainer.state.step == 6
-    with pytest.raises(UsageError, match="another run: settings was"):
+    with pytest.raises(UsageError, match=r"another run: settings\.rows_of_a_step was 4, now it is 8"):
         train("bytelm-tiny", [text], tmp_path / "run", replace(SMALL, batch_size=8), resume=True)
 
 

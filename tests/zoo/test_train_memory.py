@@ -146,6 +146,13 @@ def test_divide() -> None:
             best = max(fitting, default=1)
             assert divide(rows, free, lambda n, _: (10 * n, 5)) == (best, rows // best)
 
+    def measure(size: int, count: int) -> tuple[int, int]:
+        if size > 16:
+            raise DeviceError("more workgroups than the device's")
+        return size, 0
+
+    assert divide(1 << 20, 1 << 40, measure) == (16, 1 << 16)
+
 
 def test_measuring_takes_and_does_nothing() -> None:
     device = get_device()
