@@ -6,7 +6,7 @@ PYTEST := $(PYTHON_IN_VENV) -m pytest -n auto --maxprocesses=4
 DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
 	--ignore=tests/zoo/pull
 
-.PHONY: help setup demo test lint typecheck imports format shaders fuzz bench bench-quality test-validation test-portable test-mesa22 clean
+.PHONY: help setup demo test lint typecheck imports format shaders fuzz bench bench-quality bench-train test-validation test-portable test-mesa22 clean
 
 help:
 	@echo 'make setup            .venv with oazoo and its tools, and a Vulkan driver when no device answers'
@@ -20,6 +20,7 @@ help:
 	@echo 'make fuzz READER=…    ten minutes of one reader under a fuzzer; SECONDS=… for another time'
 	@echo 'make bench            the numbers of docs/performance.md'
 	@echo 'make bench-quality    perplexity and divergence of SmolLM2, quantised in each way (minutes)'
+	@echo 'make bench-train      a step of training beside PyTorch; TORCH=… names a Python that has it'
 	@echo 'make clean            remove what these targets built, but not .venv'
 
 setup:
@@ -60,6 +61,10 @@ bench: setup
 
 bench-quality: setup
 	@$(PYTHON_IN_VENV) tools/bench_quality.py
+
+# TORCH=… a Python that has PyTorch; without one our step is measured alone.
+bench-train: setup
+	@$(PYTHON_IN_VENV) tools/bench_train.py $(if $(TORCH),--torch $(TORCH))
 
 test-validation: setup
 	@OAZOO_VALIDATION=1 $(PYTEST) $(DEVICE_TESTS)

@@ -78,8 +78,7 @@ class GradientTape:
                 one element and no seed, or the tape is spent.
         """
         # An op without a rule never gets here: its result is not reached, and that shows at once.
-        from oazoo.runtime.ops.arithmetic import accumulate, copied, fill
-        from oazoo.runtime.ops.elementwise import add
+        from oazoo.runtime.ops.arithmetic import accumulate, copied, fill, summed
 
         if self._spent:
             raise DeviceError("this tape has gone backward already; open another for the next step")
@@ -116,7 +115,7 @@ class GradientTape:
                         tensor.grad = part if tensor.grad is None else accumulate(tensor.grad, part)
                         continue
                     before = gradients.get(id(tensor))
-                    gradients[id(tensor)] = part if before is None else add(before, part)
+                    gradients[id(tensor)] = part if before is None else summed(before, part)
         self._reached.clear()
 
 

@@ -47,6 +47,7 @@ def _linear() -> dict[str, KernelSpec]:
         table[f"turn_{encoding}"] = KernelSpec("linear_wide", f"turn<{weight}>")
     for form in ("linear", "gated"):
         table[f"{form}_wide"] = KernelSpec("linear_wide", f"wide{form.title()}")
+    table["linear_wide_plain"] = KernelSpec("linear_wide", "widePlain")
     return table
 
 
@@ -83,7 +84,8 @@ def _products() -> dict[str, KernelSpec]:
         f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()
     }
     for columns in PRODUCT_COLUMNS:
-        table[f"product_lanes{columns}"] = KernelSpec("product_lanes", f"product<{columns}>")
+        table[f"product_inputs_lanes{columns}"] = KernelSpec("product_lanes", f"inputs<{columns}>")
+        table[f"product_weights_lanes{columns}"] = KernelSpec("product_lanes", f"weights<{columns}>")
     table["product_weights_tile"] = KernelSpec("product_tile", "weightsOf")
     return table
 
@@ -142,6 +144,7 @@ def _training() -> dict[str, KernelSpec]:
     for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
+    table["embedding_back_lanes"] = KernelSpec("train_rows", "embedBackLanes")
     table["embedding_back_few"] = KernelSpec("train_rows", "embedBackFew")
     for name in ("Sgd", "Adam", "Muon", "Apply"):
         table[f"update_{name.lower()}"] = KernelSpec("optimizer", f"update<{name}>")

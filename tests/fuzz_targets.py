@@ -44,9 +44,14 @@ def touch(source: WeightSource) -> None:
         assert info.name == name and min(info.shape, default=0) >= 0
         raw = tensor.raw()
         assert raw.dtype == np.uint8 and raw.nbytes == info.nbytes
+        assert np.array_equal(raw, tensor.mapped())
         encoding = encodings.get(info.encoding)
         if encoding.kind != "unknown":
             assert encoding.bytes_for(info.shape) == info.nbytes
+            middle = info.numel // 2 // encoding.block * encoding.block
+            parts = [tensor.part(0, middle), tensor.part(middle, info.numel)]
+            assert sum(part.nbytes for part in parts) == info.nbytes
+            assert encoding.kind == "oam" or np.array_equal(np.concatenate(parts), raw)
         try:
             total = sum(piece.size for piece in tensor.chunks(STEP))
         except OazooError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from oazoo.translators.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, Vocabulary
+from oazoo.translators.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, Vocabulary, build
 
 CORPUS = "the cat sat on the mat and the other cat ate the hat that the rat had; naïve café " * 3
 ALPHABET = "▁abcdefghijklmnopqrstuvwxyzéï.;"
@@ -84,3 +85,20 @@ def gguf_metadata(v: Vocabulary) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
+
+
+def with_phi3(v: Vocabulary) -> Vocabulary:
+    """With some of the added tokens of Phi-3."""
+    added = ("<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>")
+    return Vocabulary([*v.pieces, *added], [*v.scores, *[0.0] * 4], [*v.types, *[CONTROL] * 4])
+
+
+def phi3_document(v: Vocabulary) -> dict[str, Any]:
+    """A tokenizer.json in which, as Phi-3 has it, added tokens take the space after them away, all but three."""
+    document: dict[str, Any] = json.loads(build(v, "v", prefix=("<s>", 1), suffix=None))
+    for entry in document["added_tokens"]:
+        entry["rstrip"] = entry["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    return document
+
+
+PHI3_CHAT = "<|user|>\nthe cat<|end|>\n<|assistant|>\n  the<|endoftext|> hat</s> a"

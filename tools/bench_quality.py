@@ -40,8 +40,13 @@ METHODS: dict[str, str] = {
     "q4-absmax": "--recipe q4 --method absmax",
     "q4-search": "--recipe q4 --method search",
     "q4": "--recipe q4 --stats STATS",
+    "q4-equalized": "--recipe q4 --stats STATS --equalize",
+    "q4-gptq-equalized": "--recipe q4 --method gptq --equalize",
+    "q4-gptq": "--recipe q4 --method gptq",
     "q4-mixed": "--recipe q4-mixed --stats STATS",
+    "q4-mixed-gptq": "--recipe q4-mixed --method gptq --stats STATS",
     "q4-high": "--recipe q4-high --stats STATS",
+    "q4-high-gptq": "--recipe q4-high --method gptq --stats STATS",
 }
 DEFAULT = ",".join(name for name in METHODS if name not in ("f16", "bf16", "q8-search"))
 

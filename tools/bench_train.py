@@ -28,7 +28,7 @@ from op_transformer import Sizes, Transformer
 from oazoo.runtime import get_device
 from oazoo.training import AdamW, TrainingStep
 
-TORCH = '''
+TORCH = """
 import sys, time, torch, torch.nn as nn, torch.nn.functional as F
 v, t, w, f, layers, heads, batch = map(int, sys.argv[1:8])
 torch.set_num_threads(2)
@@ -68,7 +68,7 @@ for line in sys.stdin:
         loss.item()
         print(time.perf_counter() - start)
     print(flush=True)
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ class Ours:
                 step(*self.batch)
         for name, times in sorted(found.items(), key=lambda item: -sum(item[1])):
             print(f"    {name:32} {len(times):4} {1e3 * sum(times):10.2f} ms")
-        print(f"    {'together':32} {sum(map(len, found.values())):4} {1e3 * sum(map(sum, found.values())):10.2f} ms")
+        print(
+            f"    {'together':32} {sum(map(len, found.values())):4} {1e3 * sum(map(sum, found.values())):10.2f} ms"
+        )
 
 
 class Torch:
@@ -156,7 +158,9 @@ def told(name: str, times: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", choices=[[], *CASES], help="which models; both if none is named")
     parser.add_argument("--torch", help="a Python that has PyTorch")
     parser.add_argument("--rounds", type=int, default=7)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,7 @@ def tokenizer_json(
     decoder: Mapping[str, Any],
     prefix: tuple[str, int] | None,
     suffix: tuple[str, int] | None,
+    eaters: Container[str] = (),
 ) -> bytes:
     """Assemble a tokenizer.json.
 
@@ -140,6 +141,7 @@ def tokenizer_json(
         added: (id, text, special) of the tokens that are recognised in the text before it is split.
         normalizer, pre_tokenizer, decoder: their objects.
         prefix, suffix: (text, id) of the token put before or after every sequence, if any.
+        eaters: texts of added tokens that take the space after them away.
     """
     template: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     pair: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -170,7 +172,7 @@ def tokenizer_json(
                 "content": text,
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": False,
+                "rstrip": text in eaters,
                 "normalized": False,
                 "special": special,
             }

@@ -285,7 +285,10 @@ class _Export:
             settings["general.quantization_version"] = 2
         settings |= plan.out.settings
         rows = plan.config.vocab_size
-        text, notes = gguf_text_settings(plan.assets, rows, str(plan.source.path))
+        named = settings.get("general.name")
+        text, notes = gguf_text_settings(
+            plan.assets, rows, str(plan.source.path), architecture=plan.out.architecture, name=named
+        )
         self.notes += notes
         return settings | text | provenance_texts(plan)
 

@@ -22,6 +22,8 @@ from oazoo.translators.translator import Checkpoint
 
 _KINDS = ("gpt2", "llama")
 _AT = "tokenizer.ggml."
+#: The architecture of which SentencePiece tokenizers drop the space after an added token.
+EATS_SPACE = "phi3"
 _SPECIAL_IDS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -80,7 +82,9 @@ def build(meta: Settings, tokens: Sequence[str]) -> bytes:
             tokens, scores, [int(t) for t in types], meta.boolean(f"{_AT}add_space_prefix", True)
         )
         prefix, suffix = _ends(meta, tokens, add_bos=True)
-        return spm.build(vocabulary, meta.where, prefix=prefix, suffix=suffix)
+        # A file does not say it: it is so in Phi-3's published tokenizer, and llama.cpp goes by the model's name.
+        eats_space = meta.get("general.architecture") == EATS_SPACE
+        return spm.build(vocabulary, meta.where, prefix=prefix, suffix=suffix, eats_space=eats_space)
     label = meta.text(f"{_AT}pre") if f"{_AT}pre" in meta else None
     split = pre_tokenizer(label, meta.where)
     if meta.boolean(f"{_AT}add_space_prefix", False):

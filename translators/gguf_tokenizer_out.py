@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from oazoo.errors import TokenizerError
 from oazoo.translators.assets import Assets, check_equal, load_tokenizer
-from oazoo.translators.gguf_tokenizer import build
+from oazoo.translators.gguf_tokenizer import EATS_SPACE, build
 from oazoo.translators.pretokenizers import PRE_TOKENIZERS
-from oazoo.translators.sentencepiece_bpe import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from oazoo.translators.sentencepiece_bpe import CONTROL, KEEP_SPACE, NORMAL, UNUSED, USER_DEFINED
 from oazoo.translators.sentencepiece_out import is_sentencepiece, spm_settings
 from oazoo.translators.settings import Settings, parse_json
 
@@ -29,13 +29,17 @@ _OFF: dict[str, tuple[Any, ...]] = {
 _BYTE_LEVEL = {"add_prefix_space": True, "use_regex": True}
 
 
-def gguf_text_settings(assets: Assets, rows: int, where: str) -> tuple[dict[str, Any], list[str]]:
+def gguf_text_settings(
+    assets: Assets, rows: int, where: str, *, architecture: str = "", name: str | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Metadata for tokenizer, chat template and token ids; and notes.
 
     Args:
         assets: what travels with the model. Without a tokenizer the file says that it has none.
         rows: rows of the embedding: the token list is padded to it, as llama.cpp asks.
         where: for messages.
+        architecture: that of the file.
+        name: what the model is called.
 
     Raises:
         TokenizerError: a tokenizer that GGUF cannot state exactly; the message names what stands in the way.
@@ -48,20 +52,32 @@ def gguf_text_settings(assets: Assets, rows: int, where: str) -> tuple[dict[str,
         tokenizer = None
     else:
         tokenizer = load_tokenizer(assets.tokenizer, where)
-        found, said = _vocabulary(assets.tokenizer, tokenizer, rows, where)
+        found, said = _vocabulary(assets.tokenizer, tokenizer, rows, where, architecture == EATS_SPACE)
         settings |= found
         notes += said
+        if architecture == EATS_SPACE and found[f"{_AT}model"] == "llama":
+            settings |= _named_phi3(name)
     settings |= _ids(assets, tokenizer, notes)
     if assets.tokenizer is not None and tokenizer is not None:
         settings |= _ends(tokenizer, settings, where)
-        rebuilt = build(Settings(settings, where), settings[f"{_AT}tokens"])
+        told = settings | {"general.architecture": architecture}
+        rebuilt = build(Settings(told, where), settings[f"{_AT}tokens"])
         check_equal(tokenizer, load_tokenizer(rebuilt, where), where)
     if assets.chat_template:
         settings["tokenizer.chat_template"] = assets.chat_template
     return settings, notes
 
 
-def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> tuple[dict[str, Any], list[str]]:
+def _named_phi3(name: str | None) -> dict[str, Any]:
+    """llama.cpp knows by the model's name that added tokens take the space after them."""
+    if name is not None and any(word in name.lower() for word in ("phi-3", "phi3")):
+        return {}
+    return {"general.name": "Phi-3" if name is None else f"{name} (Phi-3)"}
+
+
+def _vocabulary(
+    data: bytes, tokenizer: Tokenizer, rows: int, where: str, eats_space: bool
+) -> tuple[dict[str, Any], list[str]]:
     document = parse_json(data, where)
     model = document.get("model") or {}
     pieces = is_sentencepiece(model)
@@ -78,7 +94,13 @@ def _vocabulary(data: bytes, tokenizer: Tokenizer, rows: int, where: str) -> tup
         kinds[number] = UNUSED if token == tokens[number] else NORMAL
         tokens[number] = token
     for entry in document.get("added_tokens") or ():
-        if any(entry.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
+        eats = pieces and eats_space and entry.get("content") not in KEEP_SPACE
+        if eats and not entry.get("rstrip"):
+            raise TokenizerError(
+                f"{where}: the added token {str(entry.get('content'))[:64]!r} keeps the space after it, which llama.cpp "
+                f"takes away in Phi-3 models. {_ALONE}"
+            )
+        if any(entry.get(flag) for flag in ("lstrip", "single_word")) or (entry.get("rstrip") and not eats):
             raise TokenizerError(
                 f"{where}: the added token {str(entry.get('content'))[:64]!r} takes the space around it, which GGUF "
                 f"cannot state. {_ALONE}"

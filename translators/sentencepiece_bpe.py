@@ -18,6 +18,8 @@ from oazoo.translators.assets import tokenizer_json
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+#: Added tokens of Phi-3 after which spaces stay.
+KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 #: Longest piece; SentencePiece itself stops at 64 bytes unless told otherwise.
 _MAX_PIECE = 1024
 
@@ -96,6 +98,7 @@ def build(
     *,
     prefix: tuple[str, int] | None,
     suffix: tuple[str, int] | None,
+    eats_space: bool = False,
 ) -> bytes:
     """The tokenizer.json of a SentencePiece BPE vocabulary with byte fallback.
 
@@ -104,6 +107,7 @@ def build(
         where: for messages.
         prefix: (text, id) of the beginning token when one is put before every text.
         suffix: (text, id) of the end token when one is put after every text.
+        eats_space: as Phi-3 has it, added tokens take the space after them away, all but :data:`KEEP_SPACE`.
     """
     vocab = {piece: number for number, piece in enumerate(vocabulary.pieces)}
     byte_pieces = sum(f"<0x{value:02X}>" in vocab for value in range(256))
@@ -152,4 +156,5 @@ def build(
         decoder={"type": "Sequence", "decoders": decoders},
         prefix=prefix,
         suffix=suffix,
+        eaters={text for _, text, _ in added if text not in KEEP_SPACE} if eats_space else (),
     )

@@ -83,6 +83,20 @@ _OPTIONS = [
     click.option(
         "--validation", type=float, default=0.05, show_default=True, help="Share of the data held back."
     ),
+    click.option(
+        "--validation-data",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE|DIR",
+        help="Validate on these, and hold nothing of --data back.",
+    ),
+    click.option(
+        "--special",
+        type=click.Choice(["refuse", "plain", "tokens"]),
+        default="refuse",
+        show_default=True,
+        help="What names of control tokens (<|im_end|>) in the data are: an error, plain text, or those tokens.",
+    ),
     click.option("--validate-every", type=int, help="Steps between validations.  [default: a tenth of all]"),
     click.option(
         "--checkpoint-every", type=int, help="Steps between checkpoints.  [default: a tenth of all]"

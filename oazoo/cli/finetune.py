@@ -37,6 +37,7 @@ def command(
     lora_dropout: float,
     targets: tuple[str, ...],
     raw: bool,
+    validation_data: tuple[Path, ...],
     data: tuple[Path, ...],
     output: Path | None,
     resume: bool,
@@ -63,7 +64,15 @@ def command(
     settings = settings_of(options)
     carry_out(
         lambda **more: finetune(
-            model, data, None if dry_run else output, settings, lora=lora, targets=targets, raw=raw, **more
+            model,
+            data,
+            None if dry_run else output,
+            settings,
+            lora=lora,
+            targets=targets,
+            raw=raw,
+            validation_data=validation_data,
+            **more,
         ),
         output,
         resume,

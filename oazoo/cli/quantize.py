@@ -59,7 +59,8 @@ from oazoo.zoo.recipes import RECIPES, short_names
     "--method",
     type=click.Choice(METHODS),
     help="absmax: the format's own rule. search: each block's best scale and codes. weighted: the same, minding what a "
-    "column is multiplied with, for which the model is run.  [default: weighted; absmax if the model cannot run]",
+    "column is multiplied with, for which the model is run. gptq: later columns make up for the errors of those before, the "
+    "model run along.  [default: search for q8; for q4 weighted, or absmax if the model cannot run]",
 )
 @click.option(
     "--stats",
@@ -73,6 +74,12 @@ from oazoo.zoo.recipes import RECIPES, short_names
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Without --stats: UTF-8 text to run the model on; '-' is standard input.  [default: a general text of ours]",
+)
+@click.option(
+    "--equalize",
+    "equalized",
+    is_flag=True,
+    help="For weighted and gptq: scale columns that count more up first, and what feeds them down by as much.",
 )
 @click.option(
     "--allow-requantize",
@@ -100,6 +107,7 @@ def command(
     method: str | None,
     stats: Path | None,
     text_file: Path | None,
+    equalized: bool,
     allow_requantize: bool,
     allow_nonfinite: bool,
     dry_run: bool,
@@ -118,6 +126,8 @@ def command(
     """
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
+    if equalized and quality.report is not None:
+        raise click.UsageError("--report compares weights with the original's, which --equalize has scaled")
     text = None if text_file is None else read_text(text_file, "the text to calibrate on")
     more: dict[str, Any] = {}
     with progress_bar() as progress:
@@ -134,6 +144,7 @@ def command(
                 method=method,
                 statistics=stats,
                 text=text,
+                equalized=equalized,
                 allow_requantize=allow_requantize,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=force,

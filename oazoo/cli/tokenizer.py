@@ -38,7 +38,7 @@ def command() -> None:
     required=True,
     multiple=True,
     metavar="FILE|DIR",
-    help="UTF-8 text to learn from, or a folder of .txt and .md files. May be given several times.",
+    help="UTF-8 text to learn from, .jsonl examples, or a folder of such files. May be given several times.",
 )
 @click.option(
     "--vocab-size",
@@ -82,29 +82,27 @@ def train(
     whole files as they are.
     """
     from oazoo.formats.atomic import check_output, write_atomically
-    from oazoo.text.files import data_files, text_pieces
+    from oazoo.text.files import EXAMPLE_SUFFIXES, TEXT_SUFFIXES, data_files, vocabulary_texts
     from oazoo.text.oa_bpe import OaBpeTokenizer
     from oazoo.text.train import END_OF_TEXT, tokenizer_from_file, train_byte_level
 
     if specials and kind != "bpe":
         raise UsageError("--special is for --kind bpe: an oa_bpe_v1 vocabulary has no control tokens")
-    files = data_files(data)
+    files = data_files(data, suffixes=(*TEXT_SUFFIXES, *EXAMPLE_SUFFIXES))
     check_output(output, overwrite=force)
     start = time.perf_counter()
     size = 0
 
     def pieces() -> Iterator[str]:
         nonlocal size
-        for file in files:
-            for piece in text_pieces(file):
-                size += len(piece.encode("utf-8"))
-                yield piece
+        for piece in vocabulary_texts(files, whole=kind == "oa-bpe"):
+            size += len(piece.encode("utf-8"))
+            yield piece
 
     if kind == "bpe":
         made = train_byte_level(pieces(), vocab_size, special_tokens=specials or (END_OF_TEXT,))
     else:
-        size = sum(file.stat().st_size for file in files)
-        made = OaBpeTokenizer.train(("".join(text_pieces(file)) for file in files), vocab_size).to_bytes()
+        made = OaBpeTokenizer.train(pieces(), vocab_size).to_bytes()
     tokenizer = tokenizer_from_file(made)
     write_atomically(output, made, overwrite=force)
     if as_json:

@@ -18,6 +18,7 @@ from oazoo.cli.common import emit_table
 def command(
     preset: str | None,
     list_presets: bool,
+    validation_data: tuple[Path, ...],
     data: tuple[Path, ...],
     output: Path | None,
     resume: bool,
@@ -40,7 +41,9 @@ def command(
         raise click.UsageError(f"name a preset: {', '.join(PRESETS)}")
     settings = settings_of(options)
     carry_out(
-        lambda **more: train(preset, data, None if dry_run else output, settings, **more),
+        lambda **more: train(
+            preset, data, None if dry_run else output, settings, validation_data=validation_data, **more
+        ),
         output,
         resume,
         dry_run,

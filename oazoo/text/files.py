@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,6 +96,33 @@ def text_pieces(path: Path) -> Iterator[str]:
         raise _not_utf8(path, read - pending)
     if kept:
         yield kept
+
+
+def vocabulary_texts(files: Iterable[Path], *, whole: bool = False) -> Iterator[str]:
+    """What a vocabulary is learned from: the text of text files, and of lines of examples what they say.
+
+    A text file comes in pieces, or ``whole``.
+
+    Raises:
+        UsageError: a file is not UTF-8, or a line is no example; the message names the line.
+    """
+    for file in files:
+        if file.suffix.lower() not in EXAMPLE_SUFFIXES:
+            pieces = text_pieces(file)
+            yield from ["".join(pieces)] if whole else pieces
+            continue
+        for number, line in lines_of(file):
+            try:
+                entry = json.loads(line)
+                said = [message["content"] for message in entry.get("messages", ())]
+                said += [entry[key] for key in ("prompt", "completion", "text") if key in entry]
+            except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+                said = []
+            if not said or not all(isinstance(text, str) for text in said):
+                raise UsageError(
+                    f"{file}:{number}: is no example: a JSON object with messages, prompt and completion, or text"
+                )
+            yield from said
 
 
 def _last_cut(text: str) -> int:

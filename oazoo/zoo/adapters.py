@@ -36,6 +36,9 @@ from oazoo.translators.convert import Progress
 from oazoo.translators.lora import LoraMap, bind, lora_map, to_published
 from oazoo.zoo.files import open_file
 
+#: Bytes copied at a time of tensors that stay as they are.
+_PIECE = 4 << 20
+
 DENSE = ("f32", "f16", "bf16")
 #: What merged weights may be stored as: as before, or one of the dense types.
 TYPES = ("keep", *DENSE)
@@ -283,12 +286,12 @@ class _Merge:
         ) as writer:
             for name, tensor in source.items():
                 pair = self.pairs.get(name)
-                writer.write(name, tensor.raw() if pair is None else self._stored(tensor, pair))
+                writer.write(name, tensor.pieces(_PIECE) if pair is None else self._stored(tensor, pair))
                 self._moved += tensor.info.nbytes
                 if self._progress is not None:
                     self._progress("merging", self._moved, self._total)
             for name, tensor in state.items():
-                writer.write(name, tensor.raw())
+                writer.write(name, tensor.pieces(_PIECE))
 
     def _stored(self, tensor: SourceTensor, pair: LoraPair) -> Iterator[npt.NDArray[Any]]:
         """The payload of the sum, in file order; notes what it did."""

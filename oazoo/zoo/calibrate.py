@@ -44,7 +44,7 @@ def calibrate(
     text: str | None = None,
     *,
     name: str = "",
-    covariance: bool = False,
+    covariance: bool | Sequence[str] = False,
     max_tokens: int | None = None,
     device: Device | None = None,
     progress: Progress | None = None,
@@ -58,7 +58,8 @@ def calibrate(
         model: a loaded model, or what :func:`oazoo.load` takes.
         text: at least 16 tokens of it; the general text of this package if None.
         name: what to call the text in the statistics.
-        covariance: also the means of products of each two inputs: inputs² floats for each weight's inputs.
+        covariance: also the means of products of each two inputs, of every weight, or of those named: inputs² floats for
+            each weight's inputs.
         max_tokens: leave out what comes after so many; at least 16.
         device: where to load a model given by name.
         progress: called with the tokens that are done.
@@ -78,12 +79,8 @@ def calibrate(
     if not isinstance(causal, CausalModel):
         raise UsageError(f"{loaded.name} is not a model on the device: only those can be measured")
     try:
-        ids = np.asarray(loaded.tokenizer.encode(given, allow_special=False), np.int32)
-        ids = ids if max_tokens is None else ids[:max_tokens]
-        if ids.size < 16:
-            raise UsageError(f"the text has {ids.size} tokens; at least 16 are needed to measure anything")
-        sequences = cut(ids, min(CONTEXT, causal.max_positions))
-        gathered = _Gathered(causal, covariance)
+        sequences = sequences_of(loaded, given, max_tokens)
+        gathered = Gathered(causal, covariance)
         _run(causal, sequences, gathered, progress)
         facts = {
             "model": loaded.name,
@@ -117,15 +114,28 @@ def _checksum(model: TextModel) -> str:
         return source.weights_checksum if isinstance(source, OamSource) else ""
 
 
+def sequences_of(model: TextModel, text: str | None, max_tokens: int | None) -> list[Ids]:
+    """A text's tokens, cut into what goes through the model at once; the general text of this package if None.
+
+    Raises:
+        UsageError: fewer than 16 tokens.
+    """
+    given = own_text() if text is None else text
+    ids = np.asarray(model.tokenizer.encode(given, allow_special=False), np.int32)
+    ids = ids if max_tokens is None else ids[:max_tokens]
+    if ids.size < 16:
+        raise UsageError(f"the text has {ids.size} tokens; at least 16 are needed to measure anything")
+    assert isinstance(model.model, CausalModel)
+    return cut(ids, min(CONTEXT, model.model.max_positions))
+
+
 def cut(ids: Ids, context: int) -> list[Ids]:
     """Sequences of ``context`` tokens; a rest of fewer than 16 is left out, unless it is all there is."""
     parts = [ids[start : start + context] for start in range(0, ids.size, context)]
     return [part for part in parts if part.size >= min(16, context)]
 
 
-def _run(
-    model: CausalModel, sequences: Sequence[Ids], gathered: _Gathered, progress: Progress | None
-) -> None:
+def _run(model: CausalModel, sequences: Sequence[Ids], gathered: Gathered, progress: Progress | None) -> None:
     total, done = sum(s.size for s in sequences), 0
     session = model.new_session(max(s.size for s in sequences))
     step = max(1, _LOGIT_BYTES // (4 * model.vocab_size))
@@ -146,12 +156,18 @@ def _run(
         session.close()
 
 
-class _Gathered:
-    """Sums of squares, and of products, of the inputs of every weight, on the device."""
+class Gathered:
+    """Sums of squares, and of products, of the inputs of every weight, on the device.
 
-    def __init__(self, model: CausalModel, covariance: bool) -> None:
+    Args:
+        model: whose weights.
+        covariance: whether to sum products, of all weights or of those named.
+        skip: how many tokens of every sequence not to count. Only if all of a sequence runs at once.
+    """
+
+    def __init__(self, model: CausalModel, covariance: bool | Sequence[str], skip: int = 0) -> None:
         self._device = model.device
-        self._covariance = covariance
+        self._covariance, self._skip = covariance, skip
         self._names = {s.address: name for name, p in model.named_parameters() for s in p.shards}
         self._squares: dict[str, Tensor] = {}
         self._products: dict[str, Tensor] = {}
@@ -166,6 +182,8 @@ class _Gathered:
         key = names[0]
         for name in names:
             self._shares.setdefault(name, key)
+        if x.shape[0] > self._skip:
+            x = x.rows(self._skip, x.shape[0])
         rows, inputs = x.shape
         if rows not in self._plain:
             unit = np.tile(np.array([0, 1], np.float32), (rows, 1))
@@ -176,7 +194,7 @@ class _Gathered:
             accumulate(self._squares[key], squares)
         else:
             self._squares[key] = squares
-        if self._covariance:
+        if self._covariance is True or (self._covariance and key in self._covariance):
             if key not in self._products:
                 self._products[key] = fill(Tensor.empty(self._device, (inputs, inputs)), 0.0)
             weight_gradient(x, x, out=self._products[key])
@@ -187,22 +205,28 @@ class _Gathered:
         Raises:
             FormatError: something that was summed up is not finite.
         """
-        tables: list[dict[str, npt.NDArray[np.float32]]] = []
-        for sums in (self._squares, self._products):
-            table = {}
-            for name in list(sums):
-                values = sums.pop(name).numpy() / np.float32(tokens)
-                if not np.isfinite(values).all():
-                    raise FormatError(
-                        f"{facts['model']}: the inputs of {name} are not finite, or too large to square"
-                    )
-                table[name] = values.astype(np.float32)
-            tables.append(table)
+        moments, covariances = (
+            self._means(sums, tokens, facts["model"]) for sums in (self._squares, self._products)
+        )
         return Statistics(
             **facts,
             tokens=tokens,
             shares=self._shares,
-            moments=tables[0],
-            covariances=tables[1],
+            moments=moments,
+            covariances=covariances,
             sensitivities={},
         )
+
+    def covariances(self, tokens: int) -> tuple[dict[str, str], dict[str, npt.NDArray[np.float32]]]:
+        """For each weight the name under which its covariance is kept, and the covariances over ``tokens``."""
+        return self._shares, self._means(self._products, tokens, "the model")
+
+    @staticmethod
+    def _means(sums: dict[str, Tensor], tokens: int, model: str) -> dict[str, npt.NDArray[np.float32]]:
+        table = {}
+        for name in list(sums):
+            values = sums.pop(name).numpy() / np.float32(tokens)
+            if not np.isfinite(values).all():
+                raise FormatError(f"{model}: the inputs of {name} are not finite, or too large to square")
+            table[name] = values.astype(np.float32)
+        return table

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -31,11 +32,15 @@ from oazoo.zoo.unpack import unpack
 if TYPE_CHECKING:
     from oazoo.runtime import Device, Tensor
     from oazoo.runtime.ops.pack import Packer
+    from oazoo.zoo.error_feedback import ErrorFeedback
     from oazoo.zoo.statistics import Sensitivity, Statistics
 
 #: How scales and codes are chosen: by the largest magnitude of a block, or for the least squared error of a block, plain,
 #: or weighted by the mean squares of what each column is multiplied with.
-METHODS = ("absmax", "search", "weighted")
+#: gptq: with error feedback, see :mod:`oazoo.zoo.error_feedback`.
+METHODS = ("absmax", "search", "weighted", "gptq")
+#: Methods that run the model over a text.
+_MEASURED = ("weighted", "gptq")
 #: The key under which a file's config keeps its receipt (:mod:`oazoo.zoo.receipt`).
 RECEIPT = "receipt"
 #: The token embedding, which is also the head of models with tied embeddings.
@@ -126,10 +131,14 @@ class _Work:
                 )
             yield piece.codes
             scales.append(piece.scales.copy())
-            self.done += piece.values.size * tensor.info.nbytes // tensor.info.numel
-            if self.progress is not None:
-                self.progress("packing", self.done, self.total)
+            self.advance(piece.values.size * tensor.info.nbytes // tensor.info.numel)
         yield from scales
+
+    def advance(self, count: int) -> None:
+        """So many bytes of values more are done."""
+        self.done += count
+        if self.progress is not None:
+            self.progress("packing", self.done, self.total)
 
 
 def quantize(
@@ -144,6 +153,7 @@ def quantize(
     method: str | None = None,
     statistics: Statistics | str | Path | None = None,
     text: str | None = None,
+    equalized: bool = False,
     allow_requantize: bool = False,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
@@ -169,11 +179,15 @@ def quantize(
         keep: shell-style patterns of tensor names to leave as they are.
         q8: shell-style patterns of tensor names to pack to Q8 where the others become Q4.
         method: ``absmax``, the format's own rule; ``search``, the scale and codes of least squared error of each block;
-            ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with.
-            None: ``weighted`` for a model that can run, else ``absmax``.
-        statistics: for ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
+            ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with;
+            ``gptq``, for q4: columns in turn, each making up for the errors of those before.
+            None: for q8 ``search``, for q4 ``weighted`` if the model can run, else ``absmax``.
+        statistics: for ``gptq``: with covariances; if None, the model is run along, a layer at a time, as it is packed. For
+            ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
             None, the model is run to measure them. What a budget measures is added to the file.
         text: without statistics, what to run the model on; the general text of this package if None.
+        equalized: for ``weighted`` and ``gptq``: scale columns that count more up first, and what feeds them down by as much
+            (:mod:`oazoo.zoo.equalize`); the model's function stays. A dense copy lies beside the output meanwhile.
         allow_requantize: pack to Q4 what is Q8 already.
         allow_nonfinite: pack NaN and infinities as 0 instead of refusing them.
         overwrite: replace an existing output.
@@ -188,6 +202,18 @@ def quantize(
         FormatError: the source is damaged, not an `.oam`, or holds non-finite values.
         DeviceError: no usable device, or out of its memory.
     """
+    if equalized and not dry_run:
+        options: dict[str, Any] = {
+            "recipe": recipe,
+            "budget": budget,
+            "keep": keep,
+            "q8": q8,
+            "method": method,
+            "text": text,
+        }
+        options |= {"allow_requantize": allow_requantize, "allow_nonfinite": allow_nonfinite}
+        options |= {"overwrite": overwrite, "progress": progress, "notify": notify, "planned": planned}
+        return _equalized(source, output, to, statistics, device, options)
     target, limit = resolve(to, recipe, budget)
     keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
     request = Request(target, keep, q8, allow_requantize)
@@ -208,12 +234,24 @@ def quantize(
             raise UsageError("say where to write: only a dry run needs no output")
         how = method or default_method(opened, target)
         check_method(target, how, statistics, text, bool(limit))
+        if method is None and how == "weighted" and statistics is None and notify is not None and not dry_run:
+            notify(
+                "method weighted: the model is run over a text first, to learn what its weights are multiplied with; oazoo "
+                "calibrate does that once and for all (--stats), and --method search or absmax goes without"
+            )
         known: Statistics | None = None
         if how == "weighted" and (limit or not dry_run):
             known = _statistics(opened, statistics, text, device, progress)
+        feedback: ErrorFeedback | None = None
+        if how == "gptq" and (limit or not dry_run):
+            feedback = _error_feedback(opened, statistics, text, device, progress, bool(limit))
+            stack.callback(feedback.close)
+            known = feedback.statistics
         packed: OamSource | None = None
         found: Sensitivity | None = None
         if limit is not None:
+            # What error feedback costs follows from everything packed before; the costs without it rank alike.
+            by = "weighted" if how == "gptq" else how
 
             def pack_all(path: Path) -> None:
                 quantize(
@@ -222,7 +260,7 @@ def quantize(
                     target,
                     keep=keep,
                     q8=q8,
-                    method=how,
+                    method=by,
                     statistics=known,
                     allow_requantize=allow_requantize,
                     allow_nonfinite=allow_nonfinite,
@@ -230,10 +268,11 @@ def quantize(
                     device=device,
                 )
 
-            spending = Spending(opened, steps, limit, how, statistics if known is None else known)
+            spending = Spending(opened, steps, limit, by, known if statistics is None else statistics)
             found, packed = spending.sensitivity(stack, output, pack_all, text, device, progress, notify)
             if isinstance(statistics, (str, Path)):
-                remember(statistics, how, found, notify)
+                remember(statistics, by, found, notify)
+            packed = packed if by == how else None
             request = replace(request, chosen=spending.choose(found))
             steps = plan(opened, request)
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
@@ -271,13 +310,53 @@ def quantize(
             return report
         if planned is not None:
             planned(report)
-        return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed)
+        return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed, feedback)
+
+
+def _equalized(
+    source: str | Path,
+    output: str | Path | None,
+    to: str | None,
+    given: Statistics | str | Path | None,
+    device: Device | None,
+    options: Mapping[str, Any],
+) -> QuantizeReport:
+    """Quantise an equalized copy of the model."""
+    from oazoo.runtime import get_device
+    from oazoo.zoo.equalize import equalize
+
+    method, text, progress = options["method"] or "weighted", options["text"], options["progress"]
+    if method not in _MEASURED:
+        raise UsageError(f"equalizing goes by what columns are multiplied with, which {method} does not mind")
+    if output is None:
+        raise UsageError("say where to write: only a dry run needs no output")
+    check_not_input(output, [Path(source)])
+    check_output(output, overwrite=options["overwrite"])
+    device = device or get_device()
+    with TemporaryDirectory(prefix=".equalized-", dir=Path(output).parent) as folder:
+        even = Path(folder) / Path(source).name
+        with open_file(source) as opened:
+            if not isinstance(opened, OamSource):
+                raise FormatError(f"{source} is a {opened.format} file; quantize packs .oam files")
+            known = _statistics(opened, given, text, device, progress)
+            scaled: Statistics | None = equalize(opened, known, even, device, progress)
+            size = opened.path.stat().st_size
+        # Error feedback without statistics runs the model along, and then reads the text itself.
+        along = method == "gptq" and given is None
+        more = {**options, "method": method, "text": text if along else None}
+        report = quantize(even, output, to, statistics=None if along else scaled, device=device, **more)
+    return replace(report, source=str(source), source_bytes=size)
 
 
 def default_method(source: OamSource, target: str) -> str:
-    """``weighted`` for a model that can run on a text; none where nothing is packed; else ``absmax``."""
+    """``weighted`` for a model that can run on a text, else ``absmax``; for q8 ``search``; none where nothing is packed.
+
+    What 8 bits lose is little, and the few columns that weights favour would take it from all others.
+    """
     if target in DENSE:
         return ""
+    if target == "q8":
+        return "search"
     return "weighted" if runs_on_text(source) else "absmax"
 
 
@@ -299,8 +378,12 @@ def check_method(
         return
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
-    if method != "weighted" and not measuring and (statistics is not None or text is not None):
-        raise UsageError(f"statistics and a text to gather them on are for the method weighted, not {method}")
+    if method == "gptq" and to != "q4":
+        raise UsageError(f"gptq packs to q4; for {to} there are absmax, search and weighted")
+    if method not in _MEASURED and not measuring and (statistics is not None or text is not None):
+        raise UsageError(
+            f"statistics and a text to gather them on are for the methods weighted and gptq, not {method}"
+        )
     if statistics is not None and text is not None:
         raise UsageError("give either statistics or a text to gather them on")
 
@@ -331,6 +414,35 @@ def _statistics(
     return found
 
 
+def _error_feedback(
+    source: OamSource,
+    given: Statistics | str | Path | None,
+    text: str | None,
+    device: Device | None,
+    progress: Progress | None,
+    measuring: bool,
+) -> ErrorFeedback:
+    """From covariances that were given, or with the model run along.
+
+    ``measuring``: statistics without covariances may be given, for what they know of costs.
+    """
+    from oazoo.runtime import get_device
+    from oazoo.zoo.error_feedback import ErrorFeedback, dense_statistics
+    from oazoo.zoo.load import load
+
+    device = device or get_device()
+    if given is not None:
+        known = _statistics(source, given, None, device, progress)
+        if known.covariances:
+            return ErrorFeedback(device, known)
+        if not measuring:
+            raise UsageError(
+                "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
+            )
+    model = load(source.path, device=device, progress=progress)
+    return ErrorFeedback(device, dense_statistics(model, text, progress), model, text, progress)
+
+
 def _run(
     report: QuantizeReport,
     source: OamSource,
@@ -340,6 +452,7 @@ def _run(
     device: Device | None,
     statistics: Statistics | None,
     packed: OamSource | None,
+    feedback: ErrorFeedback | None,
 ) -> QuantizeReport:
     """Write the file. Tensors that ``packed`` has as they should become are taken from it."""
     if report.target in DENSE:
@@ -366,14 +479,16 @@ def _run(
         for step in report.tensors
         if packed is not None and not step.reason and packed[step.name].info.encoding == step.target
     }
+    steps = report.tensors if feedback is None else feedback.order(report.tensors)
+    fed = {step.name for step in steps if feedback is not None and feedback.takes(step)}
     tasks = [
         (source[step.name], step.target)
-        for step in report.tensors
-        if not step.reason and step.name not in taken
+        for step in steps
+        if not step.reason and step.name not in taken and step.name not in fed
     ]
     stream = PackStream(packers, tasks, chunk, work.weights)
     with writer:
-        for step in report.tensors:
+        for step in steps:
             tensor = source[step.name]
             try:
                 if step.name in taken:
@@ -381,6 +496,16 @@ def _run(
                     work.done += step.bytes_before
                 elif step.reason:
                     writer.write(step.name, tensor.pieces(PIECE))
+                elif feedback is not None:
+                    fits = step.name in fed
+                    pieces = (
+                        feedback.pack(tensor, allow_nonfinite)
+                        if fits
+                        else [np.array(p) for p in work.stream(tensor, stream.pieces(step.name))]
+                    )
+                    writer.write(step.name, pieces)
+                    feedback.packed(step, pieces)
+                    work.advance(step.bytes_before if fits else 0)
                 else:
                     writer.write(step.name, work.stream(tensor, stream.pieces(step.name)))
             except OazooError as error:

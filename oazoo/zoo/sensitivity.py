@@ -183,7 +183,7 @@ class _Measurement:
             logits, targets = self._logits(streams[-1], ids)
             self._streams.append(streams)
             self._references.append((logits, score_rows(logits, targets), targets))
-        losses: dict[str, float] = {}
+        losses = {name: 0.0 for name in names if name not in self._parameters}
         for name in outside:
             with _Swapped({self._parameters[name]: self._packed(name)}):
                 losses[name] = self._divergence(0, embedding=True)
@@ -250,8 +250,9 @@ class _Measurement:
         """Mean squared move of the residual stream behind a layer, as it is now, relative to its size."""
         parts = []
         for cache, streams in zip(self._caches, self._streams, strict=True):
-            now = self._layers[layer](streams[layer], cache).numpy().astype(np.float64)
-            was = streams[layer + 1].numpy().astype(np.float64)
+            rows = slice(streams[layer].shape[0] // 2, -1)  # those whose predictions are compared
+            now = self._layers[layer](streams[layer], cache).numpy()[rows].astype(np.float64)
+            was = streams[layer + 1].numpy()[rows].astype(np.float64)
             size = np.maximum((was * was).sum(1), np.finfo(np.float64).tiny)
             parts.append(((now - was) ** 2).sum(1) / size)
             self._step(1)

@@ -84,8 +84,10 @@ class Spending:
         known = self._statistics
         if isinstance(known, (str, Path)):
             known = load_statistics(known)
-        if known is not None and self._method in known.sensitivities:
-            return known.sensitivities[self._method], None
+        before = None if known is None else known.sensitivities.get(self._method)
+        # Other patterns than last time may leave tensors whose costs are not known yet.
+        if before is not None and all(step.name in before.losses for step in self._open):
+            return before, None
         if not runs_on_text(self._source):
             say(
                 "this model cannot run on a text, so the budget is spent as usually serves best, by names and sizes"
@@ -110,7 +112,7 @@ class Spending:
         """
         options: dict[str, list[Option]] = {}
         for step in self._open:
-            # A tensor that was not measured is not in the model's path: it stays small.
+            # A tensor that has no cost is not in the model's path: it stays small.
             loss = sensitivity.losses.get(step.name, 0.0)
             options[step.name] = [
                 Option("q4", step.bytes_after, loss),
@@ -160,7 +162,8 @@ def remember(path: str | Path, method: str, found: Sensitivity, notify: Notify) 
     from oazoo.zoo.statistics import load_statistics, save_statistics
 
     known = load_statistics(path)
-    if not found.tokens or method in known.sensitivities:
+    before = known.sensitivities.get(method)
+    if not found.tokens or (before is not None and before.losses.keys() >= found.losses.keys()):
         return
     try:
         save_statistics(

@@ -43,7 +43,7 @@ from oazoo.zoo.train_subject import Subject, imported_model, new_model
 
 #: Longest rows unless longer ones are asked for: attention's cost grows with their square.
 _CONTEXT = 512
-_VALIDATION_TOKENS = 1 << 17
+_VALIDATION_TOKENS = 1 << 15
 LOG, CURVES = "log.csv", "curves.png"
 Notify = Callable[[str], None]
 
@@ -84,6 +84,7 @@ class Run:
         callbacks: told of what happens.
         control: steers the run from outside.
         raw: examples are plain text, without the model's chat template.
+        validation_data: files to validate on, in place of a part of the data.
         progress, notify: told of what is read, and of what is worth knowing.
     """
 
@@ -98,6 +99,7 @@ class Run:
         callbacks: Sequence[Callback] = (),
         control: TrainingControl | None = None,
         raw: bool = False,
+        validation_data: Sequence[Path] = (),
         progress: Progress | None = None,
         notify: Notify | None = None,
     ) -> None:
@@ -111,8 +113,19 @@ class Run:
             raise UsageError(
                 f"rows of {context} tokens are longer than the {longest} positions of {subject.name}"
             )
-        documents = load_data(data, subject.tokenizer, template=subject.template, raw=raw, progress=progress)
-        part, held = _parts(documents, settings)
+
+        def load(files: Sequence[Path]) -> Documents:
+            return load_data(
+                files,
+                subject.tokenizer,
+                template=subject.template,
+                special=settings.special,
+                raw=raw,
+                progress=progress,
+            )
+
+        documents = load(data)
+        part, held = _parts(documents, settings, load(validation_data) if validation_data else None)
         if documents.continuous and context >= part.tokens:
             raise UsageError(
                 f"rows of {context} tokens are longer than the {part.tokens} tokens of the data; shorten them (--context)"
@@ -292,7 +305,12 @@ _MAY_CHANGE = (
 )
 
 
-def _parts(documents: Documents, settings: TrainSettings) -> tuple[Part, Part | None]:
+def _parts(
+    documents: Documents, settings: TrainSettings, others: Documents | None
+) -> tuple[Part, Part | None]:
+    """What is learned from, and what is validated on."""
+    if others is not None:
+        return everything(documents), everything(others)
     if not settings.validation:
         return everything(documents), None
     return split(documents, settings.validation, settings.seed)

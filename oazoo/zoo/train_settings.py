@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from oazoo.errors import UsageError
 from oazoo.runtime import Tensor
 from oazoo.training import SGD, Adam, AdamW, Muon, Optimizer
+from oazoo.training.examples import Special
 from oazoo.training.optimizer import Compat
 from oazoo.training.schedules import Constant, OneCycle, ReduceOnPlateau, Schedule, WarmupCosine
 
@@ -47,6 +48,7 @@ class TrainSettings:
         validate_every, checkpoint_every: steps; None for about ten times in a run.
         patience: validations without improvement before the run ends; None for no such end.
         seed: of first values, order of the data and dropout.
+        special: what names of control tokens in the data are; see :data:`oazoo.training.examples.Special`.
     """
 
     steps: int | None = None
@@ -70,6 +72,7 @@ class TrainSettings:
     checkpoint_every: int | None = None
     patience: int | None = None
     seed: int = 0
+    special: Special = "refuse"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "context", "validate_every", "checkpoint_every"):
@@ -97,6 +100,8 @@ class TrainSettings:
             raise UsageError(f"unknown optimizer {self.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
         if self.compat not in (None, "oa"):
             raise UsageError(f"compat is 'oa' or None, not {self.compat!r}")
+        if self.special not in get_args(Special):
+            raise UsageError(f"unknown way {self.special!r}; there are {', '.join(get_args(Special))}")
         if self.schedule not in SCHEDULES:
             raise UsageError(f"unknown schedule {self.schedule!r}; there are {', '.join(SCHEDULES)}")
         if self.patience is not None and self.patience < 0:

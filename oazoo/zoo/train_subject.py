@@ -22,7 +22,7 @@ from oazoo.nn.dropout import Dropout
 from oazoo.nn.lora import LoRA
 from oazoo.runtime import Device, Tensor
 from oazoo.text import BaseTokenizer, ChatTemplate, Tokenizer
-from oazoo.text.files import TEXT_SUFFIXES, data_files, text_pieces
+from oazoo.text.files import EXAMPLE_SUFFIXES, TEXT_SUFFIXES, data_files, vocabulary_texts
 from oazoo.text.train import byte_tokenizer_json, train_byte_level
 from oazoo.training.checkpoints import ModelFile, own_copy
 from oazoo.training.lora import LoraSettings, attach
@@ -86,9 +86,8 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     if chosen.vocab_size is None:
         definition = byte_tokenizer_json()
     else:
-        files = data_files(data, suffixes=TEXT_SUFFIXES)
-        texts = (piece for file in files for piece in text_pieces(file))
-        definition = train_byte_level(texts, chosen.vocab_size)
+        files = data_files(data, suffixes=(*TEXT_SUFFIXES, *EXAMPLE_SUFFIXES))
+        definition = train_byte_level(vocabulary_texts(files), chosen.vocab_size)
     ends = [] if chosen.vocab_size is None else [0]  # the control token that ends a text comes first
     tokenizer = Tokenizer(definition, eos_ids=ends)
     vocabulary = 256 if chosen.vocab_size is None else tokenizer.vocab_size

@@ -35,6 +35,18 @@ def copied(x: Tensor) -> Tensor:
     return accumulate(Tensor.empty(x.device, x.shape), x, 1.0, 0.0)
 
 
+def summed(a: Tensor, b: Tensor) -> Tensor:
+    """``a + b`` of f32 tensors of one shape, as a tensor of its own."""
+    _check("add", a)
+    require_dense(b, "add", "b", "f32", *a.shape)
+    groups = -(-a.numel // 256)
+    if groups > MAX_GROUPS:
+        return accumulate(copied(a), b)
+    y = Tensor.empty(a.device, a.shape)
+    a.device.kernel("add_f32").dispatch((groups, 1, 1), {"a": a, "b": b}, {"y": y}, count=a.numel)
+    return y
+
+
 def scaled(x: Tensor, factor: float) -> Tensor:
     """``factor · x``, f32 of any shape."""
     y = accumulate(Tensor.empty(x.device, x.shape), x, factor, 0.0)

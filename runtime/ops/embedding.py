@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oazoo.runtime.ops.arithmetic import accumulate, fill
-from oazoo.runtime.ops.common import MAX_ELEMENTS, class_numbers, grid, require, require_dense
+from oazoo.runtime.ops.common import MAX_ELEMENTS, class_numbers, grid, portable_only, require, require_dense
 from oazoo.runtime.ops.norm import column_sums
 from oazoo.runtime.tape import taped, taping
 from oazoo.runtime.tensor import Tensor
@@ -100,23 +100,35 @@ def embedding(
     return taped(y, (parts[0], positions), back)
 
 
-def table_gradient(ids: Tensor, dy: Tensor, rows: int, scale: float = 1.0) -> Tensor:
-    """The gradient of a table of ``rows`` rows, f32 [rows, width]: rows of ``dy`` added up by id, in their order, scaled."""
+def table_gradient(
+    ids: Tensor, dy: Tensor, rows: int, scale: float = 1.0, *, variant: str | None = None
+) -> Tensor:
+    """The gradient of a table of ``rows`` rows, f32 [rows, width]: rows of ``dy`` added up by id, in their order, scaled.
+
+    ``variant``: ``strips`` for processors, ``rows`` and ``tokens`` for any device; the fastest that fits if None.
+    """
     is_bytes = class_numbers("embedding", "ids", ids, dy.shape[0])
     tokens, width = dy.shape
     y = Tensor.empty(dy.device, (rows, width))
-    few = tokens < _MANY_TOKENS * rows
-    if few:
-        fill(y, 0.0)
-    columns, more, _ = grid(tokens if few else rows)
-    dy.device.kernel("embedding_back_few" if few else "embedding_back").dispatch(
-        (columns, more, -(-width // 128)),
+    if variant is None:
+        one = "tokens" if tokens < _MANY_TOKENS * rows else "rows"
+        variant = "strips" if dy.device.info.is_software and not portable_only() else one
+    if variant == "strips":
+        kernel, groups = "embedding_back_lanes", (-(-width // 8), 1, 1)
+    else:
+        if variant == "tokens":
+            fill(y, 0.0)
+        columns, more, _ = grid(tokens if variant == "tokens" else rows)
+        kernel = "embedding_back_few" if variant == "tokens" else "embedding_back"
+        groups = columns, more, -(-width // 128)
+    dy.device.kernel(kernel).dispatch(
+        groups,
         {"ids": ids, "dy": dy},
         {"y": y},
         tokens=tokens,
         width=width,
         rows=rows,
-        columns=columns,
+        columns=groups[0],
         bytes=is_bytes,
         scale=scale,
     )

@@ -16,11 +16,10 @@ from contextlib import contextmanager
 
 from oazoo.errors import DeviceError
 from oazoo.runtime.ops.activation import activate, activate_gated
-from oazoo.runtime.ops.arithmetic import accumulate, split_columns
 from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require_dense
-from oazoo.runtime.ops.elementwise import add, dequantize
+from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.norm import column_sums, rms_norm
-from oazoo.runtime.ops.product import input_gradient, turn, weight_gradient
+from oazoo.runtime.ops.product import input_gradient, layer_gradients, weight_gradient
 from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
@@ -38,6 +37,8 @@ _LANES, _LANES_ROWS = 8, 8
 _FEW_ROWS = {"lanes": 2, "group": 4}
 #: wide: rows from which turning weights over pays, and the bytes of them that stay in a processor's cache.
 _MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
+#: Columns of weights, turned over, that a workgroup reads.
+_TURNED_COLUMNS = 64
 
 #: Is told of every product: its input f32 [rows, inputs], after the norm if there is one, and its weights.
 Observer = Callable[[Tensor, Sequence[Tensor]], None]
@@ -187,52 +188,28 @@ def _taped_linear(
         y = linear(x, weights, biases)
 
     def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
-        of_x = input_gradient(dy, _stacked(weights)) if want[0] else None
-        # Gradients of weights side by side are the rows of one product.
-        of_weights = _rows_of(weights, want[1:], dy, lambda d: weight_gradient(d, x))
-        of_biases = _rows_of(weights, want[1 + len(weights) :], dy, lambda d: column_sums(d)[0])
-        return [of_x, *of_weights, *of_biases]
+        of_x = input_gradient(dy, weights) if want[0] else None
+        of_weight = of_bias = None
+        if any(want[1 + len(weights) :]):
+            if any(want[1 : 1 + len(weights)]):
+                of_weight, of_bias = layer_gradients(dy, x)
+            else:
+                of_bias, _ = column_sums(dy)
+        elif any(want[1:]):
+            of_weight = weight_gradient(dy, x)
+        # Of several weights, the rows of one gradient.
+        parts: list[Tensor | None] = [of_x]
+        for whole, wanted in ((of_weight, want[1 : 1 + len(weights)]), (of_bias, want[1 + len(weights) :])):
+            at = 0
+            for w, own in zip(weights, wanted, strict=True):
+                parts.append(whole.rows(at, at + w.shape[0]) if whole is not None and own else None)
+                at += w.shape[0]
+        return parts
 
     y = taped(y, (x, *weights, *biases), back)
     if gelu:
         y = activate(y, "gelu_tanh")
     return y if residual is None else add(y, residual)
-
-
-def _stacked(weights: list[Tensor]) -> Tensor:
-    """The weights under each other: the one there is, or f32 [sum of outputs, inputs]."""
-    if len(weights) == 1:
-        return weights[0]
-    y = Tensor.empty(weights[0].device, (sum(w.shape[0] for w in weights), weights[0].shape[1]))
-    first = 0
-    for w in weights:
-        part = y.rows(first, first + w.shape[0])
-        if w.dtype == "f32":
-            accumulate(part, w, 1.0, 0.0)
-        else:
-            dequantize(w, out=part)
-        first += w.shape[0]
-    return y
-
-
-def _rows_of(
-    weights: list[Tensor], want: Sequence[bool], dy: Tensor, form: Callable[[Tensor], Tensor | None]
-) -> list[Tensor | None]:
-    """What ``form`` makes of the columns of dy that belong to each weight, where it is wanted."""
-    widths = [w.shape[0] for w in weights]
-    wanted = list(want[: len(weights)])
-    if not any(wanted):
-        return [None] * len(weights)
-    if len(weights) == 1:
-        return [form(dy)]
-    if all(wanted):
-        whole, found, first = form(dy), list[Tensor | None](), 0
-        assert whole is not None
-        for width in widths:
-            found.append(whole.rows(first, first + width))
-            first += width
-        return found
-    return [form(part) if w else None for part, w in zip(split_columns(dy, widths), wanted, strict=True)]
 
 
 def _check(op: str, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> int:
@@ -375,11 +352,14 @@ def _run_wide(
     outputs = [w.shape[0] for w in weights]
     total = outputs[0] if both else sum(outputs)
     share = max(8, min(-(-total // 8) * 8, _TURNED_BYTES // (4 * inputs) // (16 if both else 8) * 8))
-    turned = Tensor.empty(device, (inputs, 2 * share if both else share))
-    across = Tensor.empty(device, (inputs, -(-rows // _LANES_ROWS) * _LANES_ROWS))
-    turn(x, across, 0, rows, 0, False)
+    room = 2 * share if both else share
+    turned = Tensor.empty(device, (-(-room // _TURNED_COLUMNS), inputs, _TURNED_COLUMNS))
     three: list[Tensor | None] = [*biases, None, None][:3]
     sizes = [*outputs, 0, 0][:3]
+    # Without what follows a bias, and with sizes in eights, results are stored by a kernel that does little besides.
+    simple = not both and residual is None and not flags & _GELU and all(n % 8 == 0 for n in outputs)
+    simple = simple and y.shape[1] % 2 == 0 and column % 2 == 0 and y.address % 8 == 0
+    kernel = device.kernel("linear_wide_plain" if simple else f"{form}_wide")
     for start in range(0, total, share):
         stop = min(start + share, total)
         at = 0
@@ -387,7 +367,7 @@ def _run_wide(
             first = start if both else max(start, at)
             last = stop if both else min(stop, at + w.shape[0])
             if first < last:
-                turn(
+                _turn(
                     w,
                     turned,
                     first if both else first - at,
@@ -396,16 +376,15 @@ def _run_wide(
                     both,
                 )
             at += w.shape[0]
-        columns = turned.shape[1] if stop - start == share else -(-(stop - start) // 8) * 8 * (1 + both)
-        device.kernel(f"{form}_wide").dispatch(
-            (-(-rows // _LANES_ROWS), -(-columns // (_LANES * 8)), 1),
-            {"x": across, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
+        columns = room if stop - start == share else -(-(stop - start) // 8) * 8 * (1 + both)
+        kernel.dispatch(
+            (-(-rows // _LANES_ROWS), -(-columns // _TURNED_COLUMNS), 1),
+            {"x": x, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
             {"y": y},
             work=rows * inputs * columns,
             k=inputs,
             rows=rows,
-            x_width=across.shape[1],
-            width=turned.shape[1],
+            width=columns,
             start=start,
             n0=sizes[0],
             n1=0 if both else sizes[1],
@@ -414,3 +393,23 @@ def _run_wide(
             column=column,
             flags=flags,
         )
+
+
+def _turn(w: Tensor, out: Tensor, first: int, rows: int, column: int, gap: bool) -> None:
+    """Rows of ``w`` from ``first`` on as columns of ``out``, f32 [tiles, inputs, 64], from ``column`` on.
+
+    ``w`` is [any, inputs] in any encoding, inputs a multiple of 16. With ``gap``, rows go in fours with four left free after
+    each.
+    """
+    inputs = w.shape[1]
+    w.device.kernel(f"turn_{w.dtype}").dispatch(
+        (-(-rows // _LANES), -(-inputs // 64), 1),
+        {"w": w},
+        {"y": out},
+        n=w.shape[0],
+        k=inputs,
+        row0=first,
+        rows=rows,
+        column=column,
+        gap=int(gap),
+    )

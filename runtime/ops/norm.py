@@ -172,6 +172,7 @@ def column_sums(
     *,
     bias: bool = True,
     weight: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Sums over rows: of ``dy``, which is a bias's gradient, and of ``dy`` times the normalised ``x``, a norm weight's.
 
@@ -181,12 +182,13 @@ def column_sums(
         stats: f32 [rows, 2], mean and reciprocal deviation of each row of x; needed for the second.
         bias: whether the first is wanted.
         weight: whether the second is wanted.
+        out: f32 [width] for the first; a new tensor if None.
 
     Returns:
         f32 [width] each, or None.
     """
     rows, width = dy.shape
-    plain = Tensor.empty(dy.device, (width,)) if bias else None
+    plain = (Tensor.empty(dy.device, (width,)) if out is None else out) if bias else None
     scaled = Tensor.empty(dy.device, (width,)) if weight else None
     if plain is None and scaled is None:
         return None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -186,3 +187,29 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
         read_adapter(folder)
     with pytest.raises(UsageError, match="no layers"):
         write_adapter(tmp_path / "b", Adapter({}))
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_damaged_files_are_refused_or_are_adapters(tmp_path: Path, file: str) -> None:
+    draw = random.Random(1)
+    folder = bent(tmp_path / "a")
+    good = (folder / file).read_bytes()
+    head = len(good) if file.endswith("json") else 2500
+    accepted = 0
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(draw.randrange(1, 3)):
+            place = draw.randrange(head)
+            if draw.random() < 0.5:
+                data[place] = draw.randrange(256)
+            else:
+                del data[place : place + draw.randrange(1, 9)]
+        (folder / file).write_bytes(data)
+        try:
+            found = read_adapter(folder)
+        except OazooError:
+            continue
+        accepted += 1
+        for one in found.pairs.values():
+            assert np.isfinite(one.delta()).all()
+    assert accepted < 290

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import LLAMA, llama_tensors, write_gguf, write_hf
-from sentencepiece_models import CORPUS, vocabulary, with_runs
+from family_folders import bent
+from sentencepiece_models import CORPUS, PHI3_CHAT, phi3_document, vocabulary, with_phi3, with_runs
 from tokenizers import Tokenizer
 from tricky_texts import TEXTS, learned_metadata, tiny_llama
 
@@ -73,3 +76,22 @@ def test_sentencepiece_goes_out(space_prefix: bool, tmp_path: Path) -> None:
         assert theirs.tokenize(text, True, True) == ours.encode(text).ids, text
     assert theirs.tokenize("the</s>cat", True, True) == ours.encode("the</s>cat").ids
     print(f"SentencePiece, prefix {space_prefix}: {len(texts)} texts have llama.cpp's ids")
+
+
+def test_phi3_drops_the_space_after_added_tokens(tmp_path: Path) -> None:
+    """Nothing in the file says so: llama.cpp knows it by the name that the export gives."""
+    v = with_phi3(vocabulary())
+
+    def grow(tensors: dict[str, Any]) -> None:
+        for key in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[key] = np.resize(tensors[key], (len(v.pieces), 48))
+
+    document = phi3_document(v)
+    folder = bent(tmp_path / "hf", "phi3", {"vocab_size": len(v.pieces)}, grow, tokenizer__json=document)
+    oazoo.convert(folder, tmp_path / "m.oam")
+    oazoo.export(tmp_path / "m.oam", tmp_path / "out.gguf")
+    options = llama_cpp.LlamaModelParams()
+    options.n_gpu_layers = 0
+    model = llama_cpp.LlamaModel(path_model=str(tmp_path / "out.gguf"), params=options)
+    wanted = Tokenizer.from_buffer(json.dumps(document).encode()).encode(PHI3_CHAT).ids
+    assert model.get_vocab().tokenize(PHI3_CHAT, True, True) == wanted

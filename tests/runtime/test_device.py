@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from oazoo.errors import DeviceError, UsageError
-from oazoo.runtime import Device, DeviceLostError, Tensor, get_device, list_devices, validation_messages
+from oazoo.runtime import (
+    Device,
+    DeviceLostError,
+    Tensor,
+    get_device,
+    list_devices,
+    open_ahead,
+    validation_messages,
+)
 from oazoo.runtime.instance import DeviceInfo, choose, create_device, get_instance
 from oazoo.runtime.ops.common import eight_lanes, lanes, portable_only
 from oazoo.runtime.recording import Hazards
@@ -347,3 +355,26 @@ def test_the_validation_layer_speaks_through_the_messenger() -> None:
     env = {**os.environ, "OAZOO_VALIDATION_LOG": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "VUID-VkBufferCreateInfo-size-00912" in done.stdout
+
+
+def test_a_device_opened_ahead_is_the_one_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    get_device()
+    monkeypatch.setattr("oazoo.runtime.device._default", None)
+    open_ahead()
+    device = get_device()
+    try:
+        assert get_device() is device
+        assert Tensor.from_numpy(device, np.arange(4, dtype=np.int32)).numpy().tolist() == [0, 1, 2, 3]
+    finally:
+        device.close()
+
+
+def test_what_goes_wrong_ahead_is_told_when_the_device_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr("oazoo.runtime.device._default", None)
+    monkeypatch.setenv("OAZOO_DEVICE", "no such device")
+    open_ahead()
+    with pytest.raises(UsageError, match="no such device"):
+        get_device()
+    assert not recwarn.list  # such as pytest's, of an exception that ended a thread

@@ -182,3 +182,27 @@ def test_a_long_chain_of_merges_decodes() -> None:
 def test_impossible_vocabulary_sizes(size: int) -> None:
     with pytest.raises(UsageError, match="256 bytes are part of it"):
         OaBpeTokenizer.train(["some text"], size)
+
+
+def test_damaged_files_are_refused_or_are_vocabularies() -> None:
+    draw = random.Random(0)
+    accepted = 0
+    for _ in range(400):
+        data = bytearray(VOCABULARY)
+        for _ in range(draw.randrange(1, 4)):
+            place = draw.randrange(len(data))
+            what = draw.randrange(3)
+            if what == 0:
+                data[place] = draw.choice(b"0123456789 \n\r-+\x00\xff")
+            elif what == 1:
+                del data[place : place + draw.randrange(1, 5)]
+            else:
+                data[place:place] = bytes(draw.choices(b"0123456789 \n", k=draw.randrange(1, 5)))
+        try:
+            tokenizer = OaBpeTokenizer.from_bytes(data)
+        except TokenizerError:
+            continue
+        accepted += 1
+        assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
+        assert OaBpeTokenizer.from_bytes(tokenizer.to_bytes()).merges == tokenizer.merges
+    assert 0 < accepted < 300

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 
 from oazoo.errors import TokenizerError, UsageError
 from oazoo.text import ByteTokenizer, OaBpeTokenizer, Tokenizer
-from oazoo.text.files import data_files, lines_of, text_pieces
+from oazoo.text.files import data_files, lines_of, text_pieces, vocabulary_texts
 from oazoo.text.train import byte_tokenizer_json, tokenizer_from_file, train_byte_level
 
 TEXT = "the cat sat on the mat. The café naïve 你好 😀! don't\n" * 30
@@ -152,3 +152,32 @@ def test_lines(tmp_path: Path) -> None:
     path.write_bytes(b"{}\n" + b"x" * ((16 << 20) + 1))
     with pytest.raises(UsageError, match=r"lines\.jsonl:2: the line is longer than 16 MiB"):
         list(lines_of(path))
+
+
+def test_texts_that_a_vocabulary_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oazoo.text.files._BLOCK_BYTES", 20)
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("one line\nanother line\nand a third\n", newline="")
+    lines.write_text(
+        '{"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]}\n\n'
+        '{"prompt": "p", "completion": "c", "id": 1}\n{"text": "t"}\n'
+    )
+    pieces = list(vocabulary_texts([text, lines]))
+    assert (
+        len(pieces) > 6
+        and "".join(pieces[:-5]) == text.read_text()
+        and pieces[-5:] == ["ask", "answer", "p", "c", "t"]
+    )
+    assert list(vocabulary_texts([text, lines], whole=True)) == [text.read_text(), *pieces[-5:]]
+    for bad in (
+        "{",
+        "3",
+        "{}",
+        '{"text": 3}',
+        '{"messages": [1]}',
+        '{"messages": 4}',
+        '{"messages": [{"role": "user"}]}',
+    ):
+        lines.write_text('{"text": "t"}\n' + bad)
+        with pytest.raises(UsageError, match=r"b\.jsonl:2: is no example"):
+            list(vocabulary_texts([lines]))

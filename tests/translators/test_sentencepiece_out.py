@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,22 @@ import numpy as np
 import pytest
 from checkpoints import LLAMA, gguf_names, llama_metadata, llama_tensors, write_gguf, write_hf
 from exported import gguf_values
+from family_folders import bent
 from sentencepiece_models import (
     ALPHABET,
     CORPUS,
+    PHI3_CHAT,
     gguf_metadata,
+    phi3_document,
     reference_encode,
     vocabulary,
+    with_phi3,
     with_runs,
 )
 from tokenizers import Tokenizer
 
 from oazoo.errors import TokenizerError
+from oazoo.formats.oam import OamSource
 from oazoo.translators import convert
 from oazoo.translators.assets import Assets
 from oazoo.translators.export import export
@@ -221,6 +227,55 @@ def test_merges_of_added_tokens_do_not_matter() -> None:
     original = Tokenizer.from_buffer(json.dumps(d).encode())
     for text in (*texts(), "the <hat> cat<s>", "<hat<hat>hat>"):
         assert tokenizer.encode(text).ids == original.encode(text).ids
+
+
+def test_phi3_drops_the_space_after_added_tokens(tmp_path: Path) -> None:
+    v = with_phi3(vocabulary())
+    d = phi3_document(v)
+    rows = len(v.pieces)
+
+    def grow(tensors: dict[str, Any]) -> None:
+        for key in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[key] = np.resize(tensors[key], (rows, 48))
+
+    folder = bent(tmp_path / "hf", "phi3", {"vocab_size": rows}, grow, tokenizer__json=d)
+    convert(folder, tmp_path / "m.oam")
+    export(tmp_path / "m.oam", tmp_path / "out.gguf")
+    values = gguf_values(tmp_path / "out.gguf")
+    assert values["general.architecture"] == "phi3" and values["general.name"] == "hf (Phi-3)"
+    convert(tmp_path / "out.gguf", tmp_path / "again.oam")
+    with OamSource(tmp_path / "again.oam") as source:
+        again = Tokenizer.from_buffer(source.asset("asset/tokenizer.json") or b"")
+    original = Tokenizer.from_buffer(json.dumps(d).encode())
+    user, end, assistant, ends = (
+        v.pieces.index(t) for t in ("<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>")
+    )
+    encode = partial(reference_encode, v)
+    wanted = [
+        1,
+        user,
+        *encode("the cat"),
+        end,
+        assistant,
+        *encode("the"),
+        ends,
+        *encode(" hat"),
+        2,
+        *encode("a"),
+    ]
+    assert original.encode(PHI3_CHAT).ids == again.encode(PHI3_CHAT).ids == wanted
+
+
+@pytest.mark.parametrize(("name", "wanted"), [(None, "Phi-3"), ("My Phi3", None), ("Mine", "Mine (Phi-3)")])
+def test_phi3_is_known_by_its_name(name: str | None, wanted: str | None) -> None:
+    v = with_phi3(vocabulary())
+    d = phi3_document(v)
+    assets = Assets(json.dumps(d).encode())
+    found, _ = gguf_text_settings(assets, len(v.pieces), "x", architecture="phi3", name=name)
+    assert found.get("general.name") == wanted
+    d["added_tokens"][-1]["rstrip"] = False
+    with pytest.raises(TokenizerError, match=r"'<\|user\|>' keeps the space after it"):
+        gguf_text_settings(Assets(json.dumps(d).encode()), len(v.pieces), "x", architecture="phi3")
 
 
 def scattered(d: dict[str, Any]) -> None:

@@ -209,7 +209,7 @@ def test_misuse(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.oam"
     with pytest.raises(UsageError, match="unknown method"):
         quantize(dense, out, "q4", method="best")
-    with pytest.raises(UsageError, match="for the method weighted"):
+    with pytest.raises(UsageError, match="for the methods weighted"):
         quantize(dense, out, "q4", method="search", text=TEXT)
     with pytest.raises(UsageError, match="either"):
         quantize(dense, out, "q4", method="weighted", text=TEXT, statistics="x")

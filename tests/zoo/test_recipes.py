@@ -225,7 +225,7 @@ def test_a_receipt_says_how_a_mix_was_made(dense: Path, tmp_path: Path) -> None:
 
 def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Path) -> None:
     stats = tmp_path / "s.safetensors"
-    save_statistics(calibrate(dense, TEXT), stats)
+    save_statistics(calibrate(dense, TEXT, covariance=True), stats)
     small = quantize(dense, None, "q4", dry_run=True, method="search", keep=["embed.weight"]).output_bytes
     limit = small + 60_000
     report = quantize(
@@ -236,8 +236,16 @@ def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Pa
         assert source["embed.weight"].info.encoding == "f32"  # patterns are stronger
     with pytest.raises(UsageError, match="too small"):
         quantize(dense, None, budget="4.9bpw", dry_run=True)
+    assert "embed.weight" not in load_statistics(stats).sensitivities["weighted"].losses
     planned = quantize(dense, None, recipe="q4-high", dry_run=True, statistics=stats)
+    assert "embed.weight" in load_statistics(stats).sensitivities["weighted"].losses
     assert planned.recipe == "q4-high" and planned.budget == "6.15bpw"
+    mixed = quantize(dense, tmp_path / "g.oam", budget="6.2bpw", statistics=stats, method="gptq")
+    assert mixed.method == "gptq" and bits(tmp_path / "g.oam") <= 6.2
+    with OamSource(tmp_path / "g.oam") as source:
+        source.verify()
+        assert source.metadata["quantization"]["method"] == "gptq"
+    assert np.isfinite(oazoo.load(tmp_path / "g.oam").logits([1, 2, 3])).all()
     for arguments in ({"recipe": "q5"}, {"recipe": "q4", "to": "q4"}, {"budget": "5bpw", "to": "q8"}, {}):
         with pytest.raises(UsageError):
             quantize(dense, None, dry_run=True, **arguments)  # type: ignore[arg-type]
@@ -250,6 +258,19 @@ def test_plain_recipes_are_their_targets(dense: Path, tmp_path: Path) -> None:
         quantize(dense, tmp_path / "b.oam", name, method="absmax", overwrite=True)
         with OamSource(tmp_path / "a.oam") as a, OamSource(tmp_path / "b.oam") as b:
             assert a.weights_checksum == b.weights_checksum
+
+
+def test_the_default_is_weighted_and_says_so(dense: Path, tmp_path: Path) -> None:
+    one, two, text = tmp_path / "one.oam", tmp_path / "two.oam", tmp_path / "t.txt"
+    text.write_text(TEXT)
+    done = run("quantize", dense, "-o", one, "--to", "q4", "--text", text)
+    assert done.exit_code == 0, done.output
+    assert "method weighted: the model is run over a text first" in done.stderr
+    quantize(dense, two, "q4", method="weighted", text=TEXT)
+    with OamSource(one) as a, OamSource(two) as b:
+        assert a.weights_checksum == b.weights_checksum
+        assert a.metadata["quantization"]["method"] == "weighted"
+    assert quantize(dense, None, "q8", dry_run=True).method == "search"
 
 
 def test_models_that_cannot_run_are_guessed(dense: Path, tmp_path: Path) -> None:

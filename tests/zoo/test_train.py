@@ -288,6 +288,33 @@ def test_a_dry_run(text: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_validation_on_other_files(text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("The young owl heard the wind.\n" * 3)
+    plans = [
+        train("bytelm-tiny", [text], None, SMALL, **options).plan
+        for options in ({}, {"validation_data": [other]})
+    ]
+    assert plans[1].tokens_per_epoch == text.stat().st_size - 1 > plans[0].tokens_per_epoch
+    assert plans[1].validation_tokens == other.stat().st_size - 1
+
+
+def test_names_of_control_tokens_are_what_one_says(tmp_path: Path) -> None:
+    data = tmp_path / "marked.txt"
+    data.write_text("One text.<|endoftext|>Another text of words.<|endoftext|>" * 30)
+    given = ("train", "nanogpt-tiny", "--data", data, "--context", 16, "--dry-run", "--json")
+    refused = command(*given)
+    assert (
+        refused.exit_code == 2
+        and "marked.txt:1: has the name of the control token <|endoftext|>" in refused.output
+    )
+    learned = [
+        json.loads(command(*given, "--special", way).stdout)["tokens_per_epoch"]
+        for way in ("tokens", "plain")
+    ]
+    assert 0 < learned[0] < learned[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
