@@ -20,8 +20,9 @@ from oazoo.cli.common import (
     quiet_option,
     say,
 )
-from oazoo.zoo.quantize import METHODS, QuantizeReport, quantize
+from oazoo.zoo.quantize import METHODS, quantize
 from oazoo.zoo.quantize_plan import DENSE, TARGETS, TensorQuantization
+from oazoo.zoo.quantize_run import QuantizeReport
 from oazoo.zoo.recipes import RECIPES, short_names
 
 

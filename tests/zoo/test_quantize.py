@@ -19,7 +19,7 @@ from oazoo.errors import FormatError, OutputError, UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer
 from oazoo.formats.oam_writer import OamEntry, OamWriter
-from oazoo.zoo import quantize as module
+from oazoo.zoo import quantize_run as module
 from oazoo.zoo.quantize import quantize
 
 
