@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,14 @@ from oazoo.runtime.instance import (
     choose,
     create_device,
     get_instance,
+    timestamps,
 )
 from oazoo.runtime.kernel import PUSH_BYTES, Kernel, manifest
 from oazoo.runtime.memory import Allocator, Arena, Range
 from oazoo.runtime.pipeline_cache import PipelineCache, cache_path
 from oazoo.runtime.program import Program
 from oazoo.runtime.recording import Recording, Span
+from oazoo.runtime.timer import Timer
 from oazoo.runtime.vk import OutOfDeviceMemoryError, check, load, struct
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ class Device:
         ffi = vk.ffi
         self._vk, self.info = vk, info
         self.handle, family = create_device(vk, physical, info)
+        self._clock = timestamps(vk, physical, family)
+        self._timers: WeakSet[Timer] = WeakSet()
         queue = ffi.new("VkQueue *")
         vk.lib.vkGetDeviceQueue(self.handle, family, 0, queue)
         self._queue = queue[0]
@@ -232,36 +237,43 @@ class Device:
         return self._capturing is not None
 
     @contextmanager
-    def capture(self) -> Iterator[Program]:
+    def capture(self, *, timed: bool = False) -> Iterator[Program]:
         """Record what is called inside into a :class:`Program` instead of running it.
 
         Shapes and tensors are fixed at capture; values that change between replays belong in tensors that are written
-        before :meth:`Program.run`. Inside, no tensor may be read or written by the host.
+        before :meth:`Program.run`. Inside, no tensor may be read or written by the host. With ``timed`` the program tells
+        the device time of its replays (:meth:`Program.seconds`), where the device has a clock.
         """
         if self._capturing is not None:
             raise DeviceError("a capture is already open; captures do not nest")
         self.flush()
-        recording = Recording(self.handle, self._pool, self.layout, reusable=True)
+        timer = Timer(self.handle, *self._clock) if timed and self._clock is not None else None
+        if timer is not None:
+            self._timers.add(timer)
+        recording = Recording(self.handle, self._pool, self.layout, reusable=True, timer=timer)
         arena = Arena(self.allocator)
-        program = Program(self, recording, arena)
+        program = Program(self, recording, arena, timer)
         recording.begin()
-        self._capturing, self._arena = program, arena
-        try:
+        with self.capturing_into(program, arena):
             yield program
             recording.end()
             program.complete = True
-        finally:
-            self._capturing, self._arena = None, None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Do what is called inside at once, also while a program is captured: for constants that its work needs."""
-        program, arena = self._capturing, self._arena
-        self._capturing, self._arena = None, None
+        with self.capturing_into(None, None):
+            yield
+
+    @contextmanager
+    def capturing_into(self, program: Program | None, arena: Arena | None) -> Iterator[None]:
+        """Record into ``program`` and allocate from ``arena`` what is called inside; None for the device itself."""
+        before = self._capturing, self._arena
+        self._capturing, self._arena = program, arena
         try:
             yield
         finally:
-            self._capturing, self._arena = program, arena
+            self._capturing, self._arena = before
 
     @contextmanager
     def profile(self) -> Iterator[dict[str, list[float]]]:
@@ -362,6 +374,8 @@ class Device:
         self.pipeline_cache.close()
         for kernel in self._kernels.values():
             kernel.destroy()
+        for timer in self._timers:
+            timer.destroy()
         self.allocator.close()
         null = vk.ffi.NULL
         vk.lib.vkDestroySemaphore(self.handle, self._semaphore[0], null)

@@ -285,6 +285,18 @@ def compute_queue_family(vk: Any, handle: Any) -> int | None:
     return candidates[0] if candidates else None
 
 
+def timestamps(vk: Any, handle: Any, family: int) -> tuple[float, int] | None:
+    """Nanoseconds a tick and valid bits of the clock that queues of a family write timestamps of; None without one."""
+    count = vk.ffi.new("uint32_t *")
+    vk.lib.vkGetPhysicalDeviceQueueFamilyProperties(handle, count, vk.ffi.NULL)
+    families = vk.ffi.new("VkQueueFamilyProperties[]", max(1, count[0]))
+    vk.lib.vkGetPhysicalDeviceQueueFamilyProperties(handle, count, families)
+    properties = vk.ffi.new("VkPhysicalDeviceProperties *")
+    vk.lib.vkGetPhysicalDeviceProperties(handle, properties)
+    bits, period = int(families[family].timestampValidBits), float(properties.limits.timestampPeriod)
+    return (period, bits) if bits and period > 0 else None
+
+
 def create_device(vk: Any, physical: Any, info: DeviceInfo) -> tuple[Any, int]:
     """Open a device with what the runtime needs and one queue; returns the VkDevice and the queue's family.
 

@@ -274,6 +274,20 @@ class Allocator:
             free = min(free, self.memory_limit - self.allocated_bytes)
         return max(0, free)
 
+    @property
+    def used_bytes(self) -> int:
+        """What tensors and programs hold of the memory that is allocated here."""
+        return self.allocated_bytes - self._unused
+
+    @property
+    def free_bytes(self) -> int:
+        """What can still be allocated, in all, with what is free in the blocks that are here already."""
+        return self.available_bytes + self._unused
+
+    @property
+    def _unused(self) -> int:
+        return sum(size for block in self._blocks for _, size in block.free.ranges)
+
     def _heap_budget(self, heap: int) -> int:
         vk = load()
         size = self.info.heaps[heap][0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from oazoo.errors import DeviceError
 from oazoo.runtime.memory import Arena, Range
 from oazoo.runtime.recording import Recording
+from oazoo.runtime.timer import Timer
 from oazoo.runtime.vk import DeviceLostError
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 class Program:
     """What :meth:`Device.capture` recorded. It keeps every tensor alive that its commands touch."""
 
-    def __init__(self, device: Device, recording: Recording, arena: Arena) -> None:
-        self._device = device
+    def __init__(
+        self, device: Device, recording: Recording, arena: Arena, timer: Timer | None = None
+    ) -> None:
+        self._device, self._timer = device, timer
         self.recording = recording
         self._arena = arena
         self._kept: dict[int, Range] = {}
@@ -43,6 +46,13 @@ class Program:
     def nbytes(self) -> int:
         """Device memory that the program's intermediates take, what it keeps from outside not counted."""
         return self._arena.nbytes
+
+    def seconds(self) -> float | None:
+        """Device time of a replay that is done, by the device's clock; None where it has none, or before the first.
+
+        To be asked for when the last replay is known to be done: nobody waits here.
+        """
+        return None if self._timer is None or not self._last else self._timer.seconds()
 
     def run(self) -> None:
         """Queue one replay behind all work so far; reading a tensor waits for it."""

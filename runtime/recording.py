@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from oazoo.runtime.timer import Timer
 from oazoo.runtime.vk import check, load, struct
 
 Span = tuple[int, int]
@@ -61,9 +62,12 @@ class Recording:
         pool: the VkCommandPool to take the command buffer from.
         layout: the pipeline layout that all kernels share.
         reusable: whether the commands will be submitted more than once, possibly while still running.
+        timer: notes the device's clock at the first and after the last command; None for no such thing.
     """
 
-    def __init__(self, device: Any, pool: Any, layout: Any, *, reusable: bool) -> None:
+    def __init__(
+        self, device: Any, pool: Any, layout: Any, *, reusable: bool, timer: Timer | None = None
+    ) -> None:
         vk = load()
         ffi = vk.ffi
         self._lib, self._ffi, self._device, self._layout = vk.lib, ffi, device, layout
@@ -101,6 +105,7 @@ class Recording:
         self._push_view = ffi.buffer(self._push, 128)
         self._copy = ffi.new("VkBufferCopy *")
         self._pipeline: Any = None
+        self._timer = timer
         self._hazards = Hazards()
         #: Multiply-adds of the kernel runs, as far as their callers told them.
         self.work = 0
@@ -116,6 +121,8 @@ class Recording:
         self.commands = 0
         self.barriers = 0
         self._wait()
+        if self._timer is not None:
+            self._timer.start(self.handle)
 
     def _wait(self) -> None:
         stages = 0x800 | 0x1000  # compute shader, transfer
@@ -168,8 +175,12 @@ class Recording:
         self._lib.vkCmdPipelineBarrier(
             self.handle, 0x800 | 0x1000, 0x4000, 0, 1, self._to_host, 0, self._null, 0, self._null
         )
+        if self._timer is not None:
+            self._timer.stop(self.handle)
         check(self._lib.vkEndCommandBuffer(self.handle), "vkEndCommandBuffer")
 
     def free(self) -> None:
         """Return the command buffer to its pool; it must not be running."""
         self._lib.vkFreeCommandBuffers(self._device, self._pool, 1, self._handles)
+        if self._timer is not None:
+            self._timer.destroy()

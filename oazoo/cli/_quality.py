@@ -13,7 +13,7 @@ import click
 from oazoo.cli._text import read_text
 from oazoo.cli.common import ProgressCallback, say
 from oazoo.errors import UsageError
-from oazoo.zoo.quantize import QuantizeReport
+from oazoo.zoo.quantize_run import QuantizeReport
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

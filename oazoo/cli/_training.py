@@ -43,12 +43,27 @@ _OPTIONS = [
     click.option(
         "--accumulate", type=int, default=1, show_default=True, help="Batches whose gradients make a step."
     ),
+    click.option(
+        "--auto-batch",
+        is_flag=True,
+        help="Divide the rows of a step (--batch-size times --accumulate) into batches that fit into free memory.",
+    ),
+    click.option(
+        "--checkpointing",
+        is_flag=True,
+        help="Compute layers again on the way back instead of keeping what is in them: less memory, more time.",
+    ),
     click.option("--context", type=int, help="Tokens of a row.  [default: the model's, 512 at most]"),
     click.option(
         "--optimizer",
         type=click.Choice(["adamw", "adam", "muon", "sgd"]),
         default="adamw",
         show_default=True,
+    ),
+    click.option(
+        "--compat",
+        type=click.Choice(["oa"]),
+        help="OA's definition of the optimizer, and its state in MODEL.",
     ),
     click.option("--lr", type=float, help="Highest learning rate.  [default: by optimizer and kind of run]"),
     click.option(
@@ -162,7 +177,10 @@ def _show_plan(run: Run, as_json: bool) -> None:
             ("tokens held back", f"{plan.validation_tokens:,}"),
             ("steps", f"{plan.steps:,}"),
             ("highest learning rate", f"{plan.lr:g}"),
-            ("device memory, about", format_bytes(plan.memory_bytes)),
+            ("batches of a step", f"{plan.accumulate:,} of {plan.batch_size:,} rows"),
+            ("device memory", format_bytes(plan.memory_bytes)),
+            ("  of a step", format_bytes(plan.memory.step)),
+            ("  free for it", format_bytes(plan.memory.free) + ("" if plan.memory.fits else ", not enough")),
             ("device", plan.device),
         ],
         right=["how much"],
@@ -181,8 +199,13 @@ def _show_summary(run: Run, summary: Summary, as_json: bool) -> None:
         f"({summary.tokens_per_second:,.0f} tokens/s){best}"
     )
     if summary.loss_first is not None and summary.loss_last is not None:
+        device = ""
+        if summary.device_p50 is not None and summary.device_p95 is not None:
+            device = (
+                f", of the device {1000 * summary.device_p50:,.1f} and {1000 * summary.device_p95:,.1f} ms"
+            )
         assert summary.step_p50 is not None and summary.step_p95 is not None and summary.loss_mean is not None
         say(
             f"  loss {summary.loss_first:.4f} → {summary.loss_last:.4f}, mean {summary.loss_mean:.4f}; a step took "
-            f"{1000 * summary.step_p50:,.1f} ms (p50), {1000 * summary.step_p95:,.1f} ms (p95)"
+            f"{1000 * summary.step_p50:,.1f} ms (p50), {1000 * summary.step_p95:,.1f} ms (p95){device}"
         )

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="What dense tensors become. keep: quantised ones stay packed where that loses nothing, else f16.",
 )
+@click.option(
+    "--heads", type=int, help="Attention heads of a checkpoint that OA wrote, whose file does not tell."
+)
 @click.option("--no-tokenizer", is_flag=True, help="Weights only.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
 @click.option(
@@ -68,6 +71,7 @@ def command(
     arch: str,
     map_file: Path | None,
     dtype: str,
+    heads: int | None,
     no_tokenizer: bool,
     dry_run: bool,
     check: bool,
@@ -92,6 +96,10 @@ def command(
         raise click.UsageError("--check compares what was written; with --dry-run nothing is")
     if output is not None:
         check_output(output, overwrite=force)
+    if _is_oa(source):
+        return _convert_oa(Path(source), output, heads, force, as_json)
+    if heads is not None:
+        raise click.UsageError("--heads is for checkpoints that OA wrote")
     if dry_run:
         with (
             progress_bar() as progress,
@@ -191,3 +199,34 @@ def _show(found: CheckReport, output: Path) -> None:
             "(--check-tolerance sets the limit)",
             style="bold red",
         )
+
+
+def _is_oa(source: str) -> bool:
+    """Whether it is a local file that OA wrote."""
+    from oazoo.formats.oam import OamSource
+    from oazoo.zoo.files import open_file
+    from oazoo.zoo.oa_checkpoint import is_oa
+
+    path = Path(source)
+    if path.suffix != ".oam" or not path.is_file():
+        return False
+    with open_file(path) as opened:
+        return isinstance(opened, OamSource) and is_oa(opened)
+
+
+def _convert_oa(path: Path, output: Path | None, heads: int | None, force: bool, as_json: bool) -> int:
+    from oazoo.zoo.oa_checkpoint import import_oa
+
+    if output is None:
+        raise click.UsageError(
+            "a checkpoint that OA wrote has no plan to show; say where to write: -o OUT.oam"
+        )
+    config = import_oa(path, output, heads=heads, overwrite=force)
+    if as_json:
+        emit_json({"output": str(output), "family": config.family, "model": config.to_json()})
+    else:
+        say(
+            f"{output}: OA's Transformer, {config.num_layers} layers of width {config.hidden_size}, with what its optimizer "
+            "keeps"
+        )
+    return 0

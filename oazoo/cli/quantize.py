@@ -20,8 +20,9 @@ from oazoo.cli.common import (
     quiet_option,
     say,
 )
-from oazoo.zoo.quantize import METHODS, QuantizeReport, quantize
+from oazoo.zoo.quantize import METHODS, quantize
 from oazoo.zoo.quantize_plan import DENSE, TARGETS, TensorQuantization
+from oazoo.zoo.quantize_run import QuantizeReport
 from oazoo.zoo.recipes import RECIPES, short_names
 
 
@@ -60,7 +61,7 @@ from oazoo.zoo.recipes import RECIPES, short_names
     type=click.Choice(METHODS),
     help="absmax: the format's own rule. search: each block's best scale and codes. weighted: the same, minding what a "
     "column is multiplied with, for which the model is run. gptq: later columns make up for the errors of those before, the "
-    "model run along.  [default: weighted; absmax if the model cannot run]",
+    "model run along.  [default: search for q8; for q4 weighted, or absmax if the model cannot run]",
 )
 @click.option(
     "--stats",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,13 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.strict_json import decode_utf8, load_object
+from oazoo.training.records import TrainingError
 
 if TYPE_CHECKING:
     from oazoo.training.loop import Trainer
 
 TRAINING_ASSET = "training.json"
-BEST = "best.oam"
+BEST, LOCK = "best.oam", ".lock"
 _NAME = re.compile(r"checkpoint-(\d{8})\.oam")
 
 Floats = npt.NDArray[np.float32]
@@ -74,11 +76,47 @@ class RunFolder:
         except OSError as error:
             raise output_error(self.folder, error) from error
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs out of the folder, in this process and in others; a process that ends lets go of it.
+
+        Raises:
+            UsageError: another run is in it.
+            OutputError: the folder cannot be written.
+        """
+        import filelock  # here: slow to load
+
+        lock = filelock.FileLock(self.folder / LOCK, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise UsageError(
+                f"{self.folder}: another run is at work in it; wait for its end, or name another folder"
+            ) from None
+        except OSError as error:
+            raise output_error(self.folder, error) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
     def save(self, trainer: Trainer, *, best: bool) -> str:
-        """Save the run as it stands: as the best model, without what resuming needs, or as a checkpoint."""
+        """Save the run as it stands: as the best model, without what resuming needs, or as a checkpoint.
+
+        Raises:
+            TrainingError: a weight is not finite.
+            OutputError: the file cannot be written.
+        """
         state = trainer.state
         path = self.folder / (BEST if best else f"checkpoint-{state.step:08d}.oam")
         weights = self._weights()
+        for name, values in weights.items():
+            if not np.isfinite(values).all():
+                raise TrainingError(
+                    f"after step {state.step}: {name} has values that are not finite (learning rate {trainer.lr:.3g}), so "
+                    "nothing is saved; what was saved before is kept. Try a lower learning rate or a longer warm-up, or "
+                    "clip the gradient"
+                )
         assets = dict(self._model.assets)
         if not best:
             document = {"run": self._run, "training": trainer.snapshot()}
@@ -149,20 +187,23 @@ def read_checkpoint(path: Path | str, run: Mapping[str, Any]) -> Checkpoint:
         if not all(isinstance(document.get(key), dict) for key in ("run", "training")):
             raise FormatError(f"{where}: the training state is damaged: run and training are missing")
         before = document["run"]
-        differing = sorted(k for k in {*before, *run} if before.get(k) != run.get(k))
-        if differing:
-            name = differing[0]
+        found_difference = _difference(before, run)
+        if found_difference is not None:
+            name, was, now = found_difference
             raise UsageError(
-                f"{where}: is a checkpoint of another run: {name} was {_short(before.get(name))}, now it is "
-                f"{_short(run.get(name))}. Resume with what the run was begun with, or begin another in another folder"
+                f"{where}: is a checkpoint of another run: {name} was {_short(was)}, now it is {_short(now)}. Resume with "
+                "what the run was begun with, or begin another in another folder"
             )
         weights = {name: np.array(tensor.numpy(), np.float32) for name, tensor in source.items()}
-        # What the file maps goes when it is closed.
-        optimizer = source.optimizer
-        if optimizer is not None:
-            second = None if optimizer.second is None else optimizer.second.copy()
-            optimizer = replace(optimizer, first=optimizer.first.copy(), second=second)
-        return Checkpoint(where, weights, optimizer, document["training"])
+        return Checkpoint(where, weights, own_copy(source.optimizer), document["training"])
+
+
+def own_copy(section: OamOptimizer | None) -> OamOptimizer | None:
+    """An optimizer's section that stays when its file is closed."""
+    if section is None:
+        return None
+    second = None if section.second is None else section.second.copy()
+    return replace(section, first=section.first.copy(), second=second)
 
 
 def latest_checkpoint(
@@ -185,6 +226,21 @@ def latest_checkpoint(
             raise
         except OazooError as error:
             notify(f"{error}; the checkpoint before it is taken")
+    return None
+
+
+def _difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], within: str = ""
+) -> tuple[str, Any, Any] | None:
+    """The first value that is not the same in both: its name, and what it was and is."""
+    for key in {**now, **before}:
+        was, is_ = before.get(key), now.get(key)
+        if was == is_:
+            continue
+        name = f"{within}{key}"
+        if isinstance(was, dict) and isinstance(is_, dict):
+            return _difference(was, is_, f"{name}.")
+        return name, was, is_
     return None
 
 

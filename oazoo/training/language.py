@@ -11,6 +11,7 @@ import numpy as np
 from oazoo.errors import UsageError
 from oazoo.models import CausalModel
 from oazoo.runtime import Program, Tensor, random
+from oazoo.runtime.sizing import measuring
 from oazoo.training.batches import Batch
 from oazoo.training.optimizer import Optimizer
 from oazoo.training.step import TrainingStep
@@ -26,6 +27,11 @@ def summed_loss(model: CausalModel, inputs: Tensor, targets: Tensor, weights: Te
     """
     count = targets.numel
     return model.loss(inputs, targets.view(count), mask=weights.view(count), count=1.0)
+
+
+def _inputs(rows: int, tokens: int) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and types of inputs, targets and weights."""
+    return [((rows, tokens), dtype) for dtype in ("i32", "i32", "f32")]
 
 
 class LanguageStepper:
@@ -92,6 +98,15 @@ class LanguageStepper:
             if group.options["weight_decay"]:
                 self.optimizer.set_options(index, weight_decay=value)
 
+    def device_seconds(self) -> float | None:
+        """Device time of the last step, asked for after :meth:`drain`; None if the device does not tell."""
+        return self.step.seconds()
+
+    def measure(self, rows: int, tokens: int) -> int:
+        """Bytes of device memory that steps over batches of [rows, tokens] take; see :meth:`TrainingStep.measure`."""
+        self.model.train()
+        return self.step.measure(*_inputs(rows, tokens))
+
     def state(self) -> Mapping[str, Any]:
         """Where the stream of random numbers is; waits for the device."""
         return {"draws": list(self._draws.position)}
@@ -127,6 +142,16 @@ class HeldOutLoss:
         if not tokens:
             raise UsageError("no token of the validation data counts in the loss")
         return total / tokens, tokens
+
+    @staticmethod
+    def measure(model: CausalModel, rows: int, tokens: int) -> int:
+        """Bytes of device memory that it takes for batches of [rows, tokens], without taking any."""
+        model.eval()
+        with measuring(model.device):
+            inputs = [Tensor.empty(model.device, shape, dtype) for shape, dtype in _inputs(rows, tokens)]
+        with measuring(model.device) as arena:
+            summed_loss(model, *inputs)
+        return arena.nbytes + sum(tensor.nbytes for tensor in inputs)
 
     def _sum(self, batch: Batch) -> float:
         device = self._model.device

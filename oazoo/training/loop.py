@@ -12,15 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from oazoo.errors import FormatError, OazooError, UsageError
+from oazoo.errors import FormatError, UsageError
 from oazoo.training.callbacks import Callback
 from oazoo.training.control import TrainingControl
-from oazoo.training.records import StepRecord, Summary, Tally, ValidationRecord
+from oazoo.training.records import StepRecord, Summary, Tally, TrainingError, ValidationRecord
 from oazoo.training.schedules import Constant, Schedule
-
-
-class TrainingError(OazooError):
-    """A run cannot go on: its loss is not finite, or a checkpoint does not belong to it."""
 
 
 class Batch(Protocol):
@@ -236,6 +232,9 @@ class Trainer:
             if failure is None and not (math.isfinite(loss) and (norm is None or math.isfinite(norm))):
                 failure = self._not_finite(records[-1], where)
         self._tally.add(records)
+        device_seconds = getattr(self.stepper, "device_seconds", None)
+        if device_seconds is not None:
+            self._tally.add_device(device_seconds())
         self._tell("on_steps", records)
         if failure is not None:
             raise failure

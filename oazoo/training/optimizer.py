@@ -97,6 +97,12 @@ class Optimizer:
         return [parameter for group in self.groups for parameter in group.parameters]
 
     @property
+    def nbytes(self) -> int:
+        """Device memory of moments, settings and the count."""
+        kept = (tensor.nbytes for moments in self._state.values() for tensor in moments.values())
+        return sum(kept) + sum(group.settings.nbytes for group in self.groups) + self._steps.nbytes
+
+    @property
     def steps_taken(self) -> int:
         """How many steps have been taken; waits for the device."""
         return int(self._steps.numpy()[0])

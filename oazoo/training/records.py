@@ -1,4 +1,4 @@
-"""What a training run tells of itself: a record for each step, one for each validation, a summary at the end."""
+"""What a training run tells of itself: records of steps and validations, a summary, or the error it ends with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+
+from oazoo.errors import OazooError
+
+
+class TrainingError(OazooError):
+    """A run cannot go on: its loss is not finite, or a checkpoint does not belong to it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Summary:
         seconds: spent in steps; validation and checkpoints are not counted.
         ended: why: "finished", "stopped", "early stop".
         step_p50, step_p95: wall time of a step.
+        device_p50, device_p95: time of a step by the device's own clock, one step for every reading of losses; None where
+            the device has no such clock.
         best_loss, best_step: of the validations; None without any.
     """
 
@@ -66,6 +74,8 @@ class Summary:
     loss_mean: float | None
     step_p50: float | None
     step_p95: float | None
+    device_p50: float | None
+    device_p95: float | None
     best_loss: float | None
     best_step: int | None
 
@@ -81,10 +91,11 @@ class Summary:
 
 @dataclass
 class Tally:
-    """Sums up the steps of a run for its :class:`Summary`: two floats a step are kept."""
+    """Sums up the steps of a run for its :class:`Summary`: a few floats a step are kept."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    device_seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     samples: int = 0
 
@@ -95,9 +106,15 @@ class Tally:
             self.tokens += record.tokens
             self.samples += record.samples
 
+    def add_device(self, seconds: float | None) -> None:
+        """Device time of one step."""
+        if seconds is not None:
+            self.device_seconds.append(seconds)
+
     def summary(self, ended: str, best_loss: float | None, best_step: int | None) -> Summary:
         some = bool(self.losses)
-        p50, p95 = (float(p) for p in np.percentile(self.seconds, [50, 95])) if some else (None, None)
+        p50, p95 = _percentiles(self.seconds)
+        device_p50, device_p95 = _percentiles(self.device_seconds)
         return Summary(
             steps=len(self.losses),
             tokens=self.tokens,
@@ -109,6 +126,16 @@ class Tally:
             loss_mean=float(np.mean(self.losses)) if some else None,
             step_p50=p50,
             step_p95=p95,
+            device_p50=device_p50,
+            device_p95=device_p95,
             best_loss=best_loss,
             best_step=best_step,
         )
+
+
+def _percentiles(seconds: list[float]) -> tuple[float | None, float | None]:
+    """The 50th and the 95th."""
+    if not seconds:
+        return None, None
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return float(p50), float(p95)

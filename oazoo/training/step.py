@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from oazoo.errors import UsageError
 from oazoo.runtime import Device, Tensor
+from oazoo.runtime.memory import ALIGNMENT
 from oazoo.runtime.ops import optimizer as ops
 from oazoo.runtime.program import Program
+from oazoo.runtime.sizing import measuring
 from oazoo.runtime.tape import GradientTape
 from oazoo.training.losslog import LossLog
 from oazoo.training.optimizer import Optimizer
@@ -113,6 +115,45 @@ class TrainingStep:
         """The losses, one a step, since the last call; without ``wait`` those of the steps that are done by now."""
         return self._log.read(wait=wait)
 
+    def seconds(self) -> float | None:
+        """Device time of the last step, all its calls like the last one; None where the device has no clock, or its work is
+        not captured. To be asked for after :meth:`losses`, which waits.
+        """
+        calls = {"part": self.accumulation}
+        found = [(program.seconds(), calls.get(name, 1)) for name, program in self._programs.items()]
+        known = [seconds * times for seconds, times in found if seconds is not None]
+        return sum(known) if found and len(known) == len(found) else None
+
+    def measure(self, *inputs: tuple[tuple[int, ...], str]) -> int:
+        """Bytes of device memory that calls with inputs of these shapes and types take: them, all intermediates, and with
+        accumulation the gradients. Nothing is run, and none of it is allocated.
+
+        Raises:
+            UsageError: the step has been called already.
+            OutOfDeviceMemoryError: a tensor would be larger than one buffer of the device may be.
+        """
+        if self._inputs:
+            raise UsageError("a step is measured before its first call")
+        with measuring(self._device):
+            self._inputs = [Tensor.empty(self._device, shape, dtype) for shape, dtype in inputs]
+            total = sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self._inputs)
+        try:
+            if self.accumulation == 1:
+                with measuring(self._device) as arena:
+                    self._step()
+                return total + arena.nbytes
+            self._prepare(measured=True)
+            kept = [p.tensor.grad for p in self.optimizer.parameters if p.tensor.grad is not None]
+            total += sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in kept)
+            for work in (self._part, self._end):
+                with measuring(self._device) as arena:
+                    work()
+                total += arena.nbytes
+            return total
+        finally:
+            self._inputs = []
+            self._forget()
+
     @property
     def nbytes(self) -> int:
         """Device memory that the captured work takes for its intermediates; 0 before the first call."""
@@ -138,7 +179,7 @@ class TrainingStep:
         if self._captured:
             program = self._programs.get(name)
             if program is None:
-                with self._device.capture() as program:
+                with self._device.capture(timed=True) as program:
                     work()
                 self._programs[name] = program
             program.run()
@@ -161,14 +202,15 @@ class TrainingStep:
         self._log.note(loss)
         self._forget()
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, measured: bool = False) -> None:
         """Give the parameters that the loss depends on gradients that outlive a program, all zero."""
         self._forget()
-        with self._device.capture(), GradientTape() as tape:
+        # Which these are shows when the work is gone through; it is not done.
+        with measuring(self._device), GradientTape() as tape:
             tape.backward(self._forward(*self._inputs), self._weight)
         for parameter in self.optimizer.parameters:
             tensor = parameter.tensor
-            if tensor.grad is not None:
+            if tensor.grad is not None and not measured:
                 tensor.grad = Tensor.from_numpy(self._device, np.zeros(tensor.shape, np.float32))
 
     def _part(self) -> None:

@@ -33,7 +33,7 @@ from oazoo.zoo.statistics import Statistics
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device
-    from oazoo.zoo.quantize import Progress
+    from oazoo.zoo.progress import Progress
 
 Floats = npt.NDArray[np.float32]
 

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from oazoo import __version__
-from oazoo.errors import FormatError, OazooError, UsageError
+from oazoo.errors import FormatError, UsageError
 from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamEntry, OamWriter
-from oazoo.formats.source import SourceTensor
 from oazoo.zoo.files import open_file
-from oazoo.zoo.pack_stream import SLOTS, PackedPiece, PackStream
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.quantize_plan import BLOCKS, DENSE, Request, TensorQuantization, plan
+from oazoo.zoo.quantize_run import QuantizeReport, run
 from oazoo.zoo.recipes import resolve
 from oazoo.zoo.spending import Spending, chosen_names, remember, runs_on_text
-from oazoo.zoo.unpack import unpack
 
 if TYPE_CHECKING:
-    from oazoo.runtime import Device, Tensor
-    from oazoo.runtime.ops.pack import Packer
+    from oazoo.runtime import Device
     from oazoo.zoo.error_feedback import ErrorFeedback
     from oazoo.zoo.statistics import Sensitivity, Statistics
 
@@ -43,102 +36,6 @@ METHODS = ("absmax", "search", "weighted", "gptq")
 _MEASURED = ("weighted", "gptq")
 #: The key under which a file's config keeps its receipt (:mod:`oazoo.zoo.receipt`).
 RECEIPT = "receipt"
-#: The token embedding, which is also the head of models with tied embeddings.
-EMBEDDING = "embed.weight"
-#: Elements that the device packs in one go: whole blocks, 4 MB of f32, which the caches hold.
-CHUNK_ELEMENTS = 1 << 20
-#: Bytes copied at a time of tensors that stay as they are.
-PIECE = 4 << 20
-
-
-class Progress(Protocol):
-    """How long work reports: a label, and how much of what total is done."""
-
-    def __call__(self, label: str, done: int, total: int | None, unit: str = "bytes") -> None: ...
-
-
-@dataclass(frozen=True)
-class QuantizeReport:
-    """The plan and outcome of packing one file. Sizes are bytes; ``seconds`` is 0 for a plan that was not run."""
-
-    source: str
-    output: str
-    target: str
-    tensors: tuple[TensorQuantization, ...]
-    source_bytes: int
-    output_bytes: int
-    dropped: tuple[str, ...]
-    device: str = ""
-    seconds: float = 0.0
-    method: str = "absmax"
-    recipe: str = ""
-    budget: str = ""
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of values that were packed or unpacked."""
-        return sum(t.bytes_before for t in self.tensors if not t.reason)
-
-    @property
-    def requantized(self) -> tuple[TensorQuantization, ...]:
-        """Tensors that were quantised before and are now quantised again."""
-        return tuple(t for t in self.tensors if not t.reason and t.source in BLOCKS and t.target in BLOCKS)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
-        rows = [{**t.__dict__, "shape": list(t.shape)} for t in self.tensors]
-        return {
-            **self.__dict__,
-            "packed_bytes": self.packed_bytes,
-            "tensors": rows,
-            "dropped": list(self.dropped),
-        }
-
-
-@dataclass
-class _Work:
-    packers: Mapping[str, Packer]
-    allow_nonfinite: bool
-    progress: Progress | None
-    total: int
-    statistics: Statistics | None = None
-    tied: bool = False
-    done: int = 0
-
-    def weights(self, tensor: SourceTensor, target: str) -> Tensor | None:
-        """How much each column's errors count; None if all count the same."""
-        info = tensor.info
-        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics else None
-        if found is None or not found.mean() > 0:
-            return None
-        found = found / found.mean()
-        if self.tied and info.name == EMBEDDING:
-            # Rows are looked up as well as multiplied with, and then every column counts.
-            found += np.float32(1)
-        # Nothing counts so little that its values may become anything.
-        return self.packers[target].place(np.maximum(found, np.float32(1e-6)))
-
-    def stream(self, tensor: SourceTensor, pieces: Iterator[PackedPiece]) -> Iterator[npt.NDArray[Any]]:
-        """The packed bytes of a tensor: its codes piece by piece, then its scales."""
-        scales = []
-        for piece in pieces:
-            odd = piece.odd
-            if odd.count and not self.allow_nonfinite:
-                raise FormatError(
-                    f"tensor {tensor.info.name!r} holds values that are not finite: {odd.count} from element "
-                    f"{piece.start + odd.first} on ({piece.values[odd.first]}); they would be packed as 0. Mend the source, "
-                    "or allow it (--allow-nonfinite)"
-                )
-            yield piece.codes
-            scales.append(piece.scales.copy())
-            self.advance(piece.values.size * tensor.info.nbytes // tensor.info.numel)
-        yield from scales
-
-    def advance(self, count: int) -> None:
-        """So many bytes of values more are done."""
-        self.done += count
-        if self.progress is not None:
-            self.progress("packing", self.done, self.total)
 
 
 def quantize(
@@ -181,7 +78,7 @@ def quantize(
         method: ``absmax``, the format's own rule; ``search``, the scale and codes of least squared error of each block;
             ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with;
             ``gptq``, for q4: columns in turn, each making up for the errors of those before.
-            None: ``weighted`` for a model that can run, else ``absmax``.
+            None: for q8 ``search``, for q4 ``weighted`` if the model can run, else ``absmax``.
         statistics: for ``gptq``: with covariances; if None, the model is run along, a layer at a time, as it is packed. For
             ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
             None, the model is run to measure them. What a budget measures is added to the file.
@@ -310,7 +207,7 @@ def quantize(
             return report
         if planned is not None:
             planned(report)
-        return _run(report, opened, writer, allow_nonfinite, progress, device, known, packed, feedback)
+        return run(report, opened, writer, allow_nonfinite, progress, device, known, packed, feedback)
 
 
 def _equalized(
@@ -349,9 +246,14 @@ def _equalized(
 
 
 def default_method(source: OamSource, target: str) -> str:
-    """``weighted`` for a model that can run on a text; none where nothing is packed; else ``absmax``."""
+    """``weighted`` for a model that can run on a text, else ``absmax``; for q8 ``search``; none where nothing is packed.
+
+    What 8 bits lose is little, and the few columns that weights favour would take it from all others.
+    """
     if target in DENSE:
         return ""
+    if target == "q8":
+        return "search"
     return "weighted" if runs_on_text(source) else "absmax"
 
 
@@ -436,81 +338,6 @@ def _error_feedback(
             )
     model = load(source.path, device=device, progress=progress)
     return ErrorFeedback(device, dense_statistics(model, text, progress), model, text, progress)
-
-
-def _run(
-    report: QuantizeReport,
-    source: OamSource,
-    writer: OamWriter,
-    allow_nonfinite: bool,
-    progress: Progress | None,
-    device: Device | None,
-    statistics: Statistics | None,
-    packed: OamSource | None,
-    feedback: ErrorFeedback | None,
-) -> QuantizeReport:
-    """Write the file. Tensors that ``packed`` has as they should become are taken from it."""
-    if report.target in DENSE:
-        start = time.perf_counter()
-        unpack(report.tensors, report.target, source, writer, allow_nonfinite, progress)
-        return replace(report, seconds=time.perf_counter() - start)
-    from oazoo.runtime import get_device
-    from oazoo.runtime.ops.pack import Packer
-
-    start = time.perf_counter()
-    device = device or get_device()
-    largest = max(prod(step.shape) for step in report.tensors if not step.reason)
-    # Whole blocks; no more than a buffer holds as f32, and no more than there is to pack.
-    chunk = min(CHUNK_ELEMENTS, device.allocator.max_buffer_bytes // 4, -(-largest // 32) * 32)
-    chunk = max(32, chunk // 32 * 32)
-    packers = {
-        target: Packer(device, target, chunk, "absmax" if report.method == "absmax" else "search", SLOTS)
-        for target in sorted({step.target for step in report.tensors if not step.reason})
-    }
-    tied = statistics is not None and EMBEDDING in statistics.shares
-    work = _Work(packers, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
-    taken = {
-        step.name: packed[step.name]
-        for step in report.tensors
-        if packed is not None and not step.reason and packed[step.name].info.encoding == step.target
-    }
-    steps = report.tensors if feedback is None else feedback.order(report.tensors)
-    fed = {step.name for step in steps if feedback is not None and feedback.takes(step)}
-    tasks = [
-        (source[step.name], step.target)
-        for step in steps
-        if not step.reason and step.name not in taken and step.name not in fed
-    ]
-    stream = PackStream(packers, tasks, chunk, work.weights)
-    with writer:
-        for step in steps:
-            tensor = source[step.name]
-            try:
-                if step.name in taken:
-                    writer.write(step.name, taken[step.name].pieces(PIECE))
-                    work.done += step.bytes_before
-                elif step.reason:
-                    writer.write(step.name, tensor.pieces(PIECE))
-                elif feedback is not None:
-                    fits = step.name in fed
-                    pieces = (
-                        feedback.pack(tensor, allow_nonfinite)
-                        if fits
-                        else [np.array(p) for p in work.stream(tensor, stream.pieces(step.name))]
-                    )
-                    writer.write(step.name, pieces)
-                    feedback.packed(step, pieces)
-                    work.advance(step.bytes_before if fits else 0)
-                else:
-                    writer.write(step.name, work.stream(tensor, stream.pieces(step.name)))
-            except OazooError as error:
-                if str(source.path) not in str(error):
-                    raise type(error)(f"{source.path}: {error}") from error
-                raise
-        for name, state in source.state.items():
-            if name != CARRIED_ASSET:
-                writer.write(name, state.pieces(PIECE))
-    return replace(report, device=device.info.name, seconds=time.perf_counter() - start)
 
 
 def _note(

@@ -25,7 +25,8 @@ from oazoo.zoo.files import open_file
 
 if TYPE_CHECKING:
     from oazoo.zoo.evaluate import Evaluation
-    from oazoo.zoo.quantize import Progress, QuantizeReport
+    from oazoo.zoo.progress import Progress
+    from oazoo.zoo.quantize_run import QuantizeReport
 
 KEY = "receipt"
 #: What of ``quantization`` (how the file was made) a receipt repeats; ``statistics`` has the hash of the calibration text.

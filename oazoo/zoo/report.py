@@ -22,7 +22,7 @@ from oazoo.formats.atomic import check_not_input, check_output, write_atomically
 from oazoo.formats.oam import OamSource
 from oazoo.translators.plan import any_layer
 from oazoo.zoo.files import open_file
-from oazoo.zoo.quantize import Progress
+from oazoo.zoo.progress import Progress
 from oazoo.zoo.receipt import read_receipt, summary
 from oazoo.zoo.report_pictures import codes_and_scales, noise_of_tensors, require_matplotlib
 from oazoo.zoo.tensor_errors import OutlierBlock, TensorError, tensor_errors

@@ -19,7 +19,7 @@ from oazoo.zoo.recipes import Q8_SHARE, Budget, Option, choose, short_names
 
 if TYPE_CHECKING:
     from oazoo.runtime import Device
-    from oazoo.zoo.quantize import Progress
+    from oazoo.zoo.progress import Progress
     from oazoo.zoo.statistics import Sensitivity, Statistics
 
 #: What a file's alignment and its note of what was done may add, in bytes: a tensor, and in all.

@@ -15,7 +15,7 @@ from oazoo.errors import FormatError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.quant import BLOCK, CODE_BYTES, planes
 from oazoo.formats.source import SourceTensor
-from oazoo.zoo.quantize import Progress
+from oazoo.zoo.progress import Progress
 
 #: Scales are counted by the logarithm of their size, four bins an octave, from 2^-40 to 2^24; what is beyond falls into the
 #: outermost bins.

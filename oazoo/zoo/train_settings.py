@@ -10,6 +10,7 @@ from oazoo.errors import UsageError
 from oazoo.runtime import Tensor
 from oazoo.training import SGD, Adam, AdamW, Muon, Optimizer
 from oazoo.training.examples import Special
+from oazoo.training.optimizer import Compat
 from oazoo.training.schedules import Constant, OneCycle, ReduceOnPlateau, Schedule, WarmupCosine
 
 OPTIMIZERS = ("adamw", "adam", "muon", "sgd")
@@ -18,6 +19,8 @@ SCHEDULES = ("cosine", "constant", "one-cycle", "plateau")
 _RATES = {"adamw": 3e-3, "adam": 3e-3, "muon": 2e-2, "sgd": 1e-1}
 _ADAPTER_RATES = {"adamw": 1e-3, "adam": 1e-3, "muon": 5e-3, "sgd": 1e-1}
 _FULL_RATES = {"adamw": 5e-5, "adam": 5e-5, "muon": 5e-4, "sgd": 1e-2}
+#: Rows of a step: their ids are held by the host at once.
+_MAX_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +31,12 @@ class TrainSettings:
         steps: of the optimizer; None for as many as ``epochs`` take.
         epochs: passes over the data.
         batch_size: rows of a batch; ``accumulate`` batches make a step.
+        auto_batch: divide a step of ``batch_size · accumulate`` rows into batches as large as free memory allows.
+        checkpointing: keep nothing inside layers on the way forward and compute it again: less memory, a third more time.
         context: tokens of a row; None for the model's own, 512 at most.
         optimizer: one of ``OPTIMIZERS``.
+        compat: ``"oa"`` for OA's definition of the optimizer, one group for all parameters, and to go on with the state that
+            the model's file has of it; None for the papers'.
         lr: highest learning rate; None for one that suits optimizer and kind of run.
         schedule: one of ``SCHEDULES``.
         warmup: share of the steps on the way up.
@@ -48,8 +55,11 @@ class TrainSettings:
     epochs: float = 1.0
     batch_size: int = 16
     accumulate: int = 1
+    auto_batch: bool = False
+    checkpointing: bool = False
     context: int | None = None
     optimizer: str = "adamw"
+    compat: Compat = None
     lr: float | None = None
     schedule: str = "cosine"
     warmup: float = 0.05
@@ -69,6 +79,10 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be 1 or more, not {value}")
+        if self.batch_size * self.accumulate > _MAX_ROWS:
+            raise UsageError(
+                f"a step over {self.batch_size:,} times {self.accumulate:,} rows cannot be meant; {_MAX_ROWS:,} are the most"
+            )
         for name, low, high in (
             ("warmup", 0.0, 0.9),
             ("min_lr", 0.0, 1.0),
@@ -84,6 +98,8 @@ class TrainSettings:
             raise UsageError(f"a learning rate of {self.lr} cannot be meant")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"unknown optimizer {self.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
+        if self.compat not in (None, "oa"):
+            raise UsageError(f"compat is 'oa' or None, not {self.compat!r}")
         if self.special not in get_args(Special):
             raise UsageError(f"unknown way {self.special!r}; there are {', '.join(get_args(Special))}")
         if self.schedule not in SCHEDULES:
@@ -110,13 +126,17 @@ class TrainSettings:
         vectors = [(name, tensor) for name, tensor in parameters if len(tensor.shape) <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
+        if self.compat == "oa":
+            groups = [{"params": list(parameters)}]
+        compat = self.compat
+        momentum = 0.0 if compat == "oa" else 0.9  # OA keeps no momentum of SGD in its files
         if self.optimizer == "adamw":
-            return AdamW(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay)
+            return AdamW(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay, compat=compat)
         if self.optimizer == "adam":
-            return Adam(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay)
+            return Adam(groups, lr, betas=(0.9, 0.99), weight_decay=self.weight_decay, compat=compat)
         if self.optimizer == "muon":
-            return Muon(groups, lr, weight_decay=self.weight_decay)
-        return SGD(groups, lr, momentum=0.9, weight_decay=self.weight_decay)
+            return Muon(groups, lr, weight_decay=self.weight_decay, compat=compat)
+        return SGD(groups, lr, momentum=momentum, weight_decay=self.weight_decay, compat=compat)
 
     def make_schedule(self, lr: float, steps: int) -> Schedule:
         """The learning rate by step."""

@@ -17,7 +17,7 @@ from oazoo.formats.source import SourceTensor
 from oazoo.zoo.quantize_plan import TensorQuantization
 
 if TYPE_CHECKING:
-    from oazoo.zoo.quantize import Progress
+    from oazoo.zoo.progress import Progress
 
 #: Values decoded at a time, and bytes copied at a time of what stays as it is.
 _CHUNK, _PIECE = 1 << 20, 4 << 20

@@ -10,7 +10,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.zoo.files import open_file
 
 if TYPE_CHECKING:
-    from oazoo.zoo.quantize import Progress
+    from oazoo.zoo.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def whole(path: Path, steps: int) -> bytes:
     log = CsvLog(path, overwrite=True)
     log.on_start(trainer())
     log.on_steps(trainer(), [record(step) for step in range(1, steps + 1)])
-    log.on_end(trainer(), Summary(0, 0, 0, 0.0, "finished", None, None, None, None, None, None, None))
+    log.on_end(trainer(), Summary(0, 0, 0, 0.0, "finished", *[None] * 9))
     return path.read_bytes()
 
 

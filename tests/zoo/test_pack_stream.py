@@ -18,7 +18,7 @@ from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import SourceTensor
 from oazoo.runtime import Device, Tensor, get_device
 from oazoo.runtime.ops.pack import Packer, pack
-from oazoo.zoo import quantize as module
+from oazoo.zoo import quantize_run as module
 from oazoo.zoo.pack_stream import PackStream
 from oazoo.zoo.quantize import quantize
 

@@ -19,7 +19,7 @@ from oazoo.errors import FormatError, OutputError, UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer
 from oazoo.formats.oam_writer import OamEntry, OamWriter
-from oazoo.zoo import quantize as module
+from oazoo.zoo import quantize_run as module
 from oazoo.zoo.quantize import quantize
 
 
@@ -74,7 +74,7 @@ def test_values_are_those_of_the_rule(
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 64)  # several chunks, the last one short
     out = tmp_path / "out.oam"
-    report = quantize(dense, out, to)
+    report = quantize(dense, out, to, method="absmax")
     with OamSource(dense) as before:
         original = {name: tensor.numpy() for name, tensor in before.items()}
     read = oamref.load(out)  # the independent reader checks every checksum
@@ -209,9 +209,9 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     with OamWriter(path, config=OamConfig("test"), entries=[OamEntry("w", (4, 40), "f32")]) as writer:
         writer.write("w", values)
     with pytest.raises(FormatError, match="'w' holds values that are not finite: 2 from element 42 on"):
-        quantize(path, out, "q8")
+        quantize(path, out, "q8", method="absmax")
     assert not out.exists() and len(list(tmp_path.iterdir())) == 1
-    quantize(path, out, "q8", allow_nonfinite=True)
+    quantize(path, out, "q8", method="absmax", allow_nonfinite=True)
     with OamSource(out) as after:
         wanted = np.where(np.isfinite(values), values, 0)
         assert np.allclose(after["w"].numpy(), wanted, rtol=1e-6)

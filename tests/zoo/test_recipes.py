@@ -270,6 +270,7 @@ def test_the_default_is_weighted_and_says_so(dense: Path, tmp_path: Path) -> Non
     with OamSource(one) as a, OamSource(two) as b:
         assert a.weights_checksum == b.weights_checksum
         assert a.metadata["quantization"]["method"] == "weighted"
+    assert quantize(dense, None, "q8", dry_run=True).method == "search"
 
 
 def test_models_that_cannot_run_are_guessed(dense: Path, tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_what_a_type_cannot_hold_is_not_unpacked_to_it(tmp_path: Path) -> None:
     big, packed, out = (tmp_path / f"{n}.oam" for n in ("big", "packed", "out"))
     with OamWriter(big, config=OamConfig("test"), entries=[OamEntry("w", (2, 32), "f32")]) as writer:
         writer.write("w", np.full((2, 32), 1e6, np.float32))
-    quantize(big, packed, "q8")
+    quantize(big, packed, "q8", method="absmax")
     with pytest.raises(FormatError, match="'w' holds values that are not finite, or too large for f16"):
         quantize(packed, out, "f16")
     assert not out.exists()

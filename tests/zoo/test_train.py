@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,11 +21,12 @@ from click.testing import CliRunner
 
 import oazoo
 from oazoo.cli.main import main
-from oazoo.errors import UsageError
+from oazoo.errors import FormatError, UsageError
 from oazoo.formats.lora import read_adapter
 from oazoo.formats.oam import OamSource
+from oazoo.training.callbacks import Callback
 from oazoo.training.checkpoints import checkpoints
-from oazoo.training.csv_log import read_log
+from oazoo.training.csv_log import VALIDATION_COLUMNS, read_log
 from oazoo.training.lora import LoraSettings
 from oazoo.zoo.quantize import quantize
 from oazoo.zoo.train import Run, finetune, train
@@ -85,6 +87,11 @@ def test_the_loss_falls(text: Path, tmp_path: Path) -> None:
     assert 5.0 < summary.loss_first < 6.5 and summary.loss_last < 2.5
     assert summary.best_loss is not None and summary.best_loss < 2.5
     assert losses(tmp_path / "run")[0] == summary.loss_first
+    assert summary.step_p50 is not None
+    if summary.device_p50 is not None and summary.device_p95 is not None:  # the device has a clock
+        assert 0 < summary.device_p50 <= summary.device_p95 < 4 * summary.seconds
+        # Nothing but the device takes long in a step.
+        assert 0.2 * summary.step_p50 < summary.device_p50
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -313,6 +320,7 @@ def test_names_of_control_tokens_are_what_one_says(tmp_path: Path) -> None:
     [
         (["train", "bytelm-huge"], "no preset 'bytelm-huge'"),
         (["train", "bytelm-tiny", "--batch-size", 0], "batch_size must be 1 or more"),
+        (["train", "bytelm-tiny", "--accumulate", 10**9], "cannot be meant"),
         (["train", "bytelm-tiny", "--lr", "nan"], "learning rate of nan"),
         (["train", "bytelm-tiny", "--context", 400000], "longer than the"),
         (["train", "bytelm-tiny", "--validation", 0, "--patience", 1], "need validation data"),
@@ -327,3 +335,135 @@ def test_misuse(options: list[Any], message: str, base: Path, text: Path, tmp_pa
     done = command(*given, "--data", text, "-o", tmp_path / "run")
     assert done.exit_code == 2 and message in done.output, done.output
     assert not (tmp_path / "run").exists()
+
+
+def test_two_runs_in_one_folder(text: Path, tmp_path: Path) -> None:
+    """The second is told, whether the first is at work or has been there since."""
+    first = train("bytelm-tiny", [text], tmp_path / "run", SMALL)
+    second = train("bytelm-tiny", [text], tmp_path / "run", SMALL)
+
+    class Meddler(Callback):
+        said = ""
+
+        def on_validation(self, trainer: object, record: object) -> None:
+            with pytest.raises(UsageError) as caught:
+                second.fit()
+            self.said = str(caught.value)
+
+    meddler = Meddler()
+    first.trainer.callbacks.append(meddler)
+    first.fit()
+    assert "another run is at work in it" in meddler.said
+    with pytest.raises(UsageError, match="another run has been here meanwhile"):
+        second.fit()
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_a_run_that_saved_nothing_is_begun_again(text: Path, tmp_path: Path) -> None:
+    """A log without a checkpoint is not in the way, something else of that name is; nor is a model overwritten."""
+
+    class Unplugged(Callback):
+        def on_steps(self, trainer: object, records: object) -> None:
+            raise KeyboardInterrupt
+
+    run = train("bytelm-tiny", [text], tmp_path / "run", replace(SMALL, checkpoint_every=6, validate_every=6))
+    run.trainer.callbacks.append(Unplugged())
+    with pytest.raises(KeyboardInterrupt):
+        run.fit()
+    assert losses(tmp_path / "run") and not checkpoints(tmp_path / "run")
+    with pytest.raises(UsageError, match="no checkpoint to go on from; to begin there, leave --resume out"):
+        train("bytelm-tiny", [text], tmp_path / "run", SMALL, resume=True)
+    train("bytelm-tiny", [text], tmp_path / "run", SMALL).fit()
+    assert len(losses(tmp_path / "run")) == 6
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "log.csv").write_text("my,own\n1,2\n")
+    with pytest.raises(FormatError, match=r"log\.csv"):
+        train("bytelm-tiny", [text], tmp_path / "mine", SMALL).fit()
+    assert (tmp_path / "mine" / "log.csv").read_text() == "my,own\n1,2\n"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "best.oam").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="holds a run already"):
+        train("bytelm-tiny", [text], tmp_path / "model", SMALL)
+    with pytest.raises(UsageError, match="no such folder to go on in"):
+        train("bytelm-tiny", [text], tmp_path / "none", SMALL, resume=True)
+
+
+def test_a_step_may_be_divided_otherwise_when_it_goes_on(text: Path, tmp_path: Path) -> None:
+    """On a device with less memory: the same rows make the steps, in other batches."""
+    whole = train("bytelm-tiny", [text], tmp_path / "whole", SMALL).fit()
+    run = train("bytelm-tiny", [text], tmp_path / "run", SMALL)
+    run.trainer.steps = 3
+    run.fit()
+    halves = replace(SMALL, batch_size=2, accumulate=2, checkpointing=True, auto_batch=True)
+    second = train("bytelm-tiny", [text], tmp_path / "run", halves, resume=True)
+    second.fit()
+    assert np.allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
+    assert whole.steps == 6 and second.trainer.state.step == 6
+    with pytest.raises(UsageError, match=r"another run: settings\.rows_of_a_step was 4, now it is 8"):
+        train("bytelm-tiny", [text], tmp_path / "run", replace(SMALL, batch_size=8), resume=True)
+
+
+def test_lora_goes_on_exactly_after_a_kill(base: Path, text: Path, tmp_path: Path) -> None:
+    """Its dropout's numbers, too: losses and corrections are those of a run that nobody killed, bit for bit."""
+    settings = replace(LORA, steps=6, checkpoint_every=2, validate_every=3)
+    lora = LoraSettings(rank=4, dropout=0.1)
+    finetune(base, [text], tmp_path / "whole", settings, lora=lora).fit()
+    options = ["--lora", 4, "--alpha", 16, "--lora-dropout", 0.1, "--data", text, "--steps", 6,
+               "--batch-size", 4, "--context", 16, "--lr", 0.02, "--checkpoint-every", 2,
+               "--validate-every", 3, "-q"]  # fmt: skip
+    arguments = [sys.executable, "-m", "oazoo", "finetune", base, "-o", tmp_path / "killed", *options]
+    process = subprocess.Popen([str(a) for a in arguments], stderr=subprocess.DEVNULL)
+    while process.poll() is None and not checkpoints(tmp_path / "killed"):
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    done = command("finetune", base, "-o", tmp_path / "killed", *options, "--resume")
+    assert done.exit_code == 0, done.output
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert same(weights(checkpoints(tmp_path / "killed")[-1]), weights(checkpoints(tmp_path / "whole")[-1]))
+    one, other = (read_adapter(tmp_path / name / "adapter").pairs for name in ("killed", "whole"))
+    assert all(np.array_equal(one[n].a, other[n].a) and np.array_equal(one[n].b, other[n].b) for n in other)
+
+
+def test_a_merged_adapter_leaves(run: Run, tmp_path: Path) -> None:
+    """Merged, exported to Hugging Face's layout and converted back: the same model."""
+    assert run.output is not None
+    packed, merged = run.output.parent / "q8.oam", tmp_path / "merged.oam"
+    steps = [
+        ("merge", packed, run.output / "adapter", "-o", merged, "--dtype", "f32"),
+        ("export", merged, "-o", tmp_path / "hf"),
+        # The embedding, Q8 in the one, is f16 in the other.
+        ("diff", merged, tmp_path / "hf", "--tol", 1e-3),
+    ]
+    for arguments in steps:
+        done = command(*arguments)
+        assert done.exit_code == 0, done.output
+    assert command("diff", packed, merged).exit_code == 1
+
+
+def test_early_stopping_and_the_plateau(text: Path, tmp_path: Path) -> None:
+    """Through the command line: a rate that is too high for any progress is halved, and the run ends early."""
+    done = command("train", "bytelm-tiny", "--data", text, "-o", tmp_path / "run", "--steps", 40, "--batch-size", 2,
+                   "--context", 16, "--validate-every", 1, "--patience", 3, "--schedule", "plateau",
+                   "--optimizer", "sgd", "--lr", 20, "--clip", 1, "--json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)["summary"]
+    assert summary["ended"] == "early stop" and summary["steps"] < 40
+    checks = read_log(tmp_path / "run" / "log.validation.csv", VALIDATION_COLUMNS)["loss_nats_per_token"]
+    best = int(np.argmin(checks))
+    assert len(checks) == summary["steps"] == best + 1 + 4  # three are borne, the fourth ends it
+    rates = read_log(tmp_path / "run" / "log.csv")["learning_rate"]
+    assert rates[0] == 20 and rates[-1] == 10
+
+
+def test_a_rate_that_is_too_high_ends_the_run(text: Path, tmp_path: Path) -> None:
+    """The command fails and says where; no weight that is not finite is ever saved, though the loss before it was fine."""
+    done = command("train", "bytelm-tiny", "--data", text, "-o", tmp_path / "run", "--steps", 40, "--batch-size", 2,
+                   "--context", 16, "--checkpoint-every", 1, "--optimizer", "sgd", "--lr", 900, "--clip", 0,
+                   "--schedule", "constant", "--weight-decay", 0)  # fmt: skip
+    assert done.exit_code == 1, done.output
+    assert re.search(r"(after )?step \d+: .*(not finite|the loss is nan)", done.output), done.output
+    for path in [*checkpoints(tmp_path / "run"), *(tmp_path / "run").glob("best.oam")]:
+        assert all(np.isfinite(values).all() for values in weights(path).values())
+    assert len(losses(tmp_path / "run")) < 40

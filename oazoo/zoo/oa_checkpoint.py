@@ -1,0 +1,141 @@
+"""Checkpoints that OA wrote: what model they hold, and the same weights and optimizer state in a file that runs here.
+
+OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for one number: how many
+heads its attention has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from oazoo import __version__
+from oazoo.configs import TransformerConfig
+from oazoo.errors import FormatError, OazooError, UsageError
+from oazoo.formats.oam import OamSource
+from oazoo.formats.oam_layout import OamConfig
+from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.text.train import byte_tokenizer_json
+
+_ARCHITECTURE = "RustModule"
+_AROUND, _OF_A_LAYER = 6, 16  # tensors: embeddings, last norm, head; and those of each layer
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def is_oa(source: OamSource) -> bool:
+    """Whether OA itself wrote the file: its architecture, and names that are numbers."""
+    return source.config.architecture == _ARCHITECTURE and set(source) == {
+        f"p{index}" for index in range(len(source))
+    }
+
+
+def transformer_config(shapes: Shapes, heads: int | None, where: str) -> TransformerConfig:
+    """The configuration of a Transformer of OA's.
+
+    Args:
+        shapes: of p0, p1, …
+        heads: of its attention; None for those of a model that OA has under a name (ByteTransformer).
+        where: the file, for messages.
+
+    Raises:
+        FormatError: the shapes are not those of such a model.
+        UsageError: the number of heads must be told, or cannot be that.
+    """
+    listed = [shapes[f"p{index}"] for index in range(len(shapes))]
+    layers, rest = divmod(len(listed) - _AROUND, _OF_A_LAYER)
+    told = f"{where}: OA wrote it, without its configuration"
+    if rest or layers < 1 or any(len(shape) != 2 for shape in (*listed[:2], listed[14])):
+        raise FormatError(
+            f"{told}, and its {len(listed)} tensors are not those of a Transformer, which is what can be run of OA's "
+            "models; they can be inspected and compared"
+        )
+    (vocabulary, width), positions, inner = listed[0], listed[1][0], listed[14][0]
+
+    def make(count: int) -> TransformerConfig:
+        return TransformerConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_layers=layers,
+            num_heads=count,
+            max_positions=positions,
+        )
+
+    try:
+        config = make(heads or 1)
+    except OazooError as error:
+        raise UsageError(f"{where}: {error}") from error
+    for (name, wanted), found in zip(config.parameters().items(), listed, strict=True):
+        if wanted != found:
+            raise FormatError(
+                f"{told}, and its tensors are not those of a Transformer: what would be {name} has shape {list(found)} and "
+                f"not {list(wanted)}. They can be inspected and compared"
+            )
+    if heads is None and config != TransformerConfig.byte_transformer():
+        raise UsageError(
+            f"{told}. It is a Transformer of {layers} layers of width {width}; how many heads its attention has must be "
+            f"told: oazoo convert {Path(where).name} --heads N -o OUT.oam"
+        )
+    return config
+
+
+def import_oa(
+    path: Path | str,
+    output: Path | str,
+    *,
+    heads: int | None = None,
+    vocabulary: Path | None = None,
+    overwrite: bool = False,
+) -> TransformerConfig:
+    """Write a checkpoint of OA's as a file that runs, and trains on: weights, optimizer state and progress unchanged.
+
+    Args:
+        path: the checkpoint.
+        output: the file to write.
+        heads: of the model's attention; see :func:`transformer_config`.
+        vocabulary: its tokenizer's ``oa_bpe_v1`` file; models over 256 tokens have bytes if None.
+        overwrite: replace an existing output.
+
+    Raises:
+        FormatError, UsageError: see :func:`transformer_config`; or the file is none of OA's.
+    """
+    with OamSource(path) as source:
+        source.verify()
+        if not is_oa(source):
+            raise FormatError(f"{path}: is not a checkpoint that OA wrote")
+        shapes = {name: tensor.info.shape for name, tensor in source.items()}
+        config = transformer_config(shapes, heads, str(path))
+        assets = dict[str, bytes]()
+        if vocabulary is not None:
+            assets["oa_bpe_v1.txt"] = vocabulary.read_bytes()
+        elif config.vocab_size == 256:
+            assets["tokenizer.json"] = byte_tokenizer_json()
+        document = {
+            "oazoo": 1,
+            "family": config.family,
+            "model": config.to_json(),
+            "source": {"format": "oam", "architecture": [_ARCHITECTURE]},
+            "generation": {"eos_ids": []},
+            "tokenizer": {},
+            "tool": f"oazoo {__version__}",
+        }
+        payload = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+        oam_config = OamConfig(
+            config.family, config.hidden_size, config.num_layers, config.vocab_size, payload=payload
+        )
+        names = list(config.parameters())
+        with OamWriter(
+            output,
+            config=oam_config,
+            entries=[OamEntry(name, config.parameters()[name], "f32") for name in names],
+            assets=assets,
+            progress=source.progress,
+            optimizer=source.optimizer,
+            overwrite=overwrite,
+        ) as writer:
+            for index, name in enumerate(names):
+                writer.write(name, np.asarray(source[f"p{index}"].numpy(), np.float32))
+    return config

@@ -1,0 +1,163 @@
+"""Checkpoints that OA wrote run and train on here; what cannot is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner
+
+import oazoo
+from oazoo.cli.main import main
+from oazoo.errors import FormatError, UsageError
+from oazoo.formats.oam import OamSource
+from oazoo.formats.oam_layout import OamConfig, OamOptimizer
+from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.models import CausalModel
+from oazoo.training import Muon, TrainingStep
+from oazoo.training.checkpoints import checkpoints
+from oazoo.training.language import summed_loss
+from oazoo.training.section import from_section, to_section
+from oazoo.zoo.oa_checkpoint import import_oa, transformer_config
+from oazoo.zoo.train import finetune
+from oazoo.zoo.train_settings import TrainSettings
+
+DATA = Path(__file__).parents[1] / "data" / "oa"
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def golden(name: str) -> tuple[Arrays, dict[str, Any]]:
+    with np.load(DATA / f"{name}.npz") as data:
+        return {key: data[key] for key in data.files}, json.loads(str(data["config"]))
+
+
+def write_as_oa(path: Path, arrays: Arrays, optimizer: OamOptimizer, suffix: str = "") -> Path:
+    """The parameters of a golden file as OA itself stores them."""
+    count = sum(key.startswith("param_") and key.removeprefix("param_").isdecimal() for key in arrays)
+    values = [arrays[f"param_{i}{suffix}"] for i in range(count)]
+    entries = [OamEntry(f"p{i}", value.shape, "f32") for i, value in enumerate(values)]
+    with OamWriter(path, config=OamConfig("RustModule"), entries=entries, optimizer=optimizer) as writer:
+        for entry, value in zip(entries, values, strict=True):
+            writer.write(entry.name, value)
+    return path
+
+
+def muon(config: dict[str, Any], size: int) -> OamOptimizer:
+    """The state before the first step."""
+    hyper = config["optimizer"]
+    return OamOptimizer(
+        "Muon", hyper["lr"], hyper["beta"], 0.0, hyper["eps"], hyper["weight_decay"], 0, np.zeros(size, np.float32), None
+    )  # fmt: skip
+
+
+def test_what_oa_wrote_runs(tmp_path: Path) -> None:
+    arrays, config = golden("oam_transformer_muon")
+    out = tmp_path / "out.oam"
+    import_oa(DATA / "oam_transformer_muon.oam", out, heads=config["heads"])
+    model = oazoo.load(out)
+    for row in range(3):
+        got = model.logits(arrays["tokens"][row].tolist())
+        np.testing.assert_allclose(got, arrays["logits"].reshape(3, 6, 13)[row], rtol=1e-4, atol=1e-5)
+    with OamSource(out) as ours, OamSource(DATA / "oam_transformer_muon.oam") as theirs:
+        assert ours.optimizer is not None and theirs.optimizer is not None
+        assert ours.optimizer.pack_header() == theirs.optimizer.pack_header()
+        assert np.array_equal(ours.optimizer.first, theirs.optimizer.first)
+        assert ours.progress == theirs.progress
+
+
+def test_it_trains_on_as_oa_did(tmp_path: Path) -> None:
+    """OA's recorded parameters after one and three steps of Muon; the last two from the file that the first left."""
+    arrays, config = golden("transformer")
+    size = sum(a.size for key, a in arrays.items() if key.removeprefix("param_").isdecimal())
+    path = write_as_oa(tmp_path / "oa.oam", arrays, muon(config, size))
+    tokens, targets = arrays["tokens"].astype(np.int32), arrays["targets"].astype(np.int32).reshape(2, 6)
+    weights = np.full(targets.shape, np.float32(1 / targets.size))
+    done = 0
+    for steps in (1, 2):
+        ours = tmp_path / f"{done}.oam"
+        import_oa(path, ours, heads=config["heads"])
+        model = oazoo.load(ours).model
+        assert isinstance(model, CausalModel)
+        model.to_f32().requires_grad_()
+        named = dict(model.named_parameters())
+        with OamSource(ours) as source:
+            assert source.optimizer is not None
+            optimizer = Muon([(name, named[name].tensor) for name in source], compat="oa")
+            from_section(optimizer, source.optimizer)
+        step = TrainingStep(lambda *inputs, m=model: summed_loss(m, *inputs), optimizer)  # type: ignore[misc]
+        for _ in range(steps):
+            step(tokens, targets, weights)
+        np.testing.assert_allclose(step.losses(), arrays["losses"][done : done + steps], rtol=1e-5)
+        done += steps
+        after = {f"param_{i}": p.values() for i, (_, p) in enumerate(model.named_parameters())}
+        for i in range(len(after)):
+            np.testing.assert_allclose(
+                after[f"param_{i}"], arrays[f"param_{i}_after{done}"], rtol=2e-5, atol=2e-5, err_msg=str(i)
+            )
+        path = write_as_oa(tmp_path / f"after{done}.oam", after, to_section(optimizer))
+
+
+@pytest.fixture
+def byte_model(tmp_path: Path) -> Path:
+    """A ByteTransformer as OA writes it, with the state of AdamW after seven steps."""
+    arrays, _ = golden("bytetransformer")
+    size = sum(a.size for key, a in arrays.items() if key.removeprefix("param_").isdecimal())
+    first = np.linspace(-1e-3, 1e-3, size, dtype=np.float32)
+    state = OamOptimizer("AdamW", 2e-3, 0.9, 0.999, 1e-8, 0.01, 7, first, first * first)
+    return write_as_oa(tmp_path / "byte.oam", arrays, state)
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def test_through_the_command_line(byte_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The old dog saw the sun. " * 40)
+    ours, run = tmp_path / "ours.oam", tmp_path / "run"
+    refused = command("generate", byte_model, "-p", "x")
+    assert refused.exit_code == 1 and "oazoo convert byte.oam -o OUT.oam" in refused.output
+    assert command("convert", byte_model, "-o", ours).exit_code == 0
+    arrays, _ = golden("bytetransformer")
+    got = oazoo.load(ours).logits(arrays["tokens"][0].tolist())
+    np.testing.assert_allclose(got, arrays["logits"].reshape(2, 16, 256)[0], rtol=1e-4, atol=1e-5)
+    done = command("finetune", ours, "--full", "--compat", "oa", "--data", text, "-o", run, "--steps", 3, "--batch-size", 2,
+                   "--schedule", "constant", "--clip", 0)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "the state of AdamW after 7 steps" in done.output
+    with OamSource(checkpoints(run)[-1]) as source:
+        assert source.optimizer is not None
+        found = source.optimizer
+    assert (found.step, found.lr, found.beta2) == (10, np.float32(2e-3), np.float32(0.999))
+    # Without --compat oa a run begins anew.
+    plain = finetune(ours, [text], None, TrainSettings(steps=3, batch_size=2, context=16))
+    assert plain.trainer.stepper.optimizer.steps_taken == 0 and plain.plan.lr != np.float32(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "error", "message"),
+    [
+        ("oam_transformer_muon", None, UsageError, "2 layers of width 8; how many heads .* --heads N"),
+        ("oam_transformer_muon", 3, UsageError, "must be a multiple of num_heads = 3"),
+        ("oam_bytemamba3_adam", None, FormatError, "10 tensors are not those of a Transformer"),
+        ("oam_conv2d_sgd", 1, FormatError, "2 tensors are not those of a Transformer"),
+    ],
+)
+def test_what_cannot_run(
+    name: str, heads: int | None, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        import_oa(DATA / f"{name}.oam", tmp_path / "out.oam", heads=heads)
+    assert list(tmp_path.iterdir()) == []
+    done = command("generate", DATA / f"{name}.oam", "-p", "x")
+    assert done.exit_code in (1, 2) and "OA wrote it, without its configuration" in done.output
+
+
+def test_shapes_that_disagree() -> None:
+    shapes = {f"p{i}": (4,) for i in range(22)} | {"p0": (8, 4), "p1": (6, 4), "p14": (12, 4)}
+    with pytest.raises(FormatError, match=r"what would be layers\.0\.attn\.q\.weight has shape \[4\]"):
+        transformer_config(shapes, 1, "x.oam")
