@@ -28,7 +28,7 @@ RECIPES: dict[str, tuple[str, TrainSettings]] = {
     ),
     "nanogpt-kjv": (
         "nanogpt-small",
-        TrainSettings(steps=320, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
+        TrainSettings(steps=300, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
     ),
 }
 PROMPTS = ("In the beginning", "And the king said unto", "Blessed are")
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     measured = oazoo.evaluate(packed, test, against=dense, context=settings.context or 128)
     model = oazoo.load(packed)
     samples = [
-        model.generate(prompt, raw=True, max_tokens=240, temperature=0.7, top_p=0.95, seed=7).text
+        model.generate(prompt, raw=True, max_tokens=200, temperature=0.7, top_p=0.95, seed=7).text
         for prompt in PROMPTS
     ]
     figures: dict[str, Any] = {
