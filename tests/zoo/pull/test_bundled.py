@@ -27,7 +27,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_some() -> None:
-    assert {"bytelm-kjv", "nanogpt-kjv"} <= set(BUNDLED)
+    assert "bytelm-kjv" in BUNDLED
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -86,7 +86,7 @@ def _card(name: str, digest: str) -> str:
 
 
 def test_a_file_that_is_not_the_cards(offline: Path) -> None:
-    card = parse_card("broken", _card("bytelm-kjv", "0" * 64))
+    card = parse_card("broken", _card("bytelm-kjv", "ab" * 32).encode())
     with pytest.raises(PullError, match="is not what its card says"):
         pull_card(card, Store())
     assert not list((offline / "home").rglob("*.oam"))
@@ -95,4 +95,4 @@ def test_a_file_that_is_not_the_cards(offline: Path) -> None:
 def test_a_card_without_a_digest() -> None:
     text = _card("x", "0" * 64).replace(f", sha256: {'0' * 64}", "")
     with pytest.raises(FormatError, match="a bundled file needs itself as its file"):
-        parse_card("x", text)
+        parse_card("x", text.encode())
