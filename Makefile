@@ -2,9 +2,10 @@
 
 PYTHON_IN_VENV := .venv/bin/python
 PYTEST := $(PYTHON_IN_VENV) -m pytest -n auto --maxprocesses=4
-# Tests that reach the device: all but those of the repository itself and of the parts that know no device.
-DEVICE_TESTS := --ignore=tests/formats --ignore=tests/translators --ignore=tests/text --ignore=tests/repository \
-	--ignore=tests/zoo/pull
+# Tests whose subject is the device: kernels, the runtime, layers, models, training; then what the zoo does on it.
+DRIVER_TESTS := tests/ops tests/nn tests/runtime tests/models tests/training
+DEVICE_TESTS := $(DRIVER_TESTS) tests/generation tests/zoo/test_train.py tests/zoo/test_quantize.py tests/zoo/test_calibrate.py \
+	tests/zoo/test_error_feedback.py tests/zoo/test_evaluate.py tests/zoo/test_load.py
 
 .PHONY: help setup demo test lint typecheck imports format shaders fuzz bench bench-quality bench-train test-validation test-portable test-mesa22 clean
 
@@ -75,7 +76,7 @@ test-portable: setup
 
 test-mesa22: setup
 	@sh tools/mesa22.sh
-	@VK_DRIVER_FILES="$(CURDIR)/build/mesa22/lvp_icd.json" $(PYTEST) $(DEVICE_TESTS)
+	@VK_DRIVER_FILES="$(CURDIR)/build/mesa22/lvp_icd.json" $(PYTEST) $(DRIVER_TESTS)
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -59,7 +59,11 @@ def test_every_type_that_the_help_names_is_taken(command: str, tmp_path: Path) -
     option = "--to" if command == "quantize" else "--dtype"
     (words,) = re.findall(rf"{option} \[([^\]]*)\]", run(command, "--help").output)
     source = tmp_path / ("a.safetensors" if command == "convert" else "m.oam")
-    for word in words.replace("\n", "").split("|"):
+    packed = tmp_path / "packed.oam"
+    assert run("quantize", tmp_path / "m.oam", "-o", packed, "--to", "q8").exit_code == 0
+    for word in re.sub(r"\s", "", words).split("|"):
+        if command == "quantize" and not word.startswith("q"):
+            source = packed  # the dense types unpack
         out = tmp_path / f"{word}.{'safetensors' if command == 'export' else 'oam'}"
         done = run(
             command, source, "-o", out, option, word, *(["--arch", "raw"] if command == "convert" else [])
