@@ -17,7 +17,7 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 FOLDERS: dict[str, str] = SETTINGS["tool"]["setuptools"]["package-dir"]
 PACKAGES: list[str] = SETTINGS["tool"]["setuptools"]["packages"]
 #: What is installed: Python, type marker, shaders and their results, model cards.
-INSTALLED = {".py", ".typed", ".slang", ".spv", ".json", ".md", ".txt"}
+INSTALLED = {".py", ".typed", ".slang", ".spv", ".json", ".md", ".txt", ".oam"}
 
 
 def expected_files() -> set[str]:

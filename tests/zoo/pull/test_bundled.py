@@ -79,7 +79,8 @@ def test_a_name_that_does_not_ship(offline: Path) -> None:
 def _card(name: str, digest: str) -> str:
     file = f"{name}.oam"
     return (
-        "---\nlicense: mit\nlanguage: [en]\nlibrary_name: oazoo\noazoo:\n  architecture: x\n  parameters: 1\n  context_length: 1\n"
+        "---\nlicense: mit\nlanguage: [en]\nlibrary_name: oazoo\noazoo:\n"
+        "  architecture: x\n  parameters: 1\n  context_length: 1\n"
         "  tokenizer: {kind: bytes, vocabulary_size: 256}\n  prompt_format: plain\n  sources:\n"
         f"    - ref: bundled:{file}\n      files: [{{path: {file}, sha256: {digest}}}]\n---\n# T\n"
     )
