@@ -68,7 +68,7 @@ bench-train: setup
 	@$(PYTHON_IN_VENV) tools/bench_train.py $(if $(TORCH),--torch $(TORCH))
 
 test-validation: setup
-	@OAZOO_VALIDATION=1 $(PYTEST) $(DEVICE_TESTS)
+	@OAZOO_VALIDATION=1 $(PYTEST) -m "not heavy" $(DEVICE_TESTS)
 
 # The kernels that a GPU would run: shared memory, no assumption about subgroups.
 test-portable: setup
@@ -76,7 +76,7 @@ test-portable: setup
 
 test-mesa22: setup
 	@sh tools/mesa22.sh
-	@VK_DRIVER_FILES="$(CURDIR)/build/mesa22/lvp_icd.json" $(PYTEST) $(DRIVER_TESTS)
+	@VK_DRIVER_FILES="$(CURDIR)/build/mesa22/lvp_icd.json" $(PYTEST) -m "not heavy" $(DRIVER_TESTS)
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
