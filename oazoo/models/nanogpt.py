@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oazoo.configs import NanoGPTConfig
+from oazoo.configs import NanoGPTConfig, TransformerConfig
 from oazoo.models.cache import KVCache
 from oazoo.models.sequences import Context, Sequences
 from oazoo.models.session import CausalModel, Layer
@@ -69,10 +69,10 @@ class Block(Layer):
         return self.mlp(self.mlp_norm(x), x)
 
 
-class NanoGPT(CausalModel):
-    """The whole model."""
+class LearnedPositions(CausalModel):
+    """What models have in common whose positions are a table that is added to the embedding: all but layers and head."""
 
-    def __init__(self, config: NanoGPTConfig, device: Device) -> None:
+    def __init__(self, config: NanoGPTConfig | TransformerConfig, device: Device) -> None:
         self.config = config
         self.device = device
         self.vocab_size = config.vocab_size
@@ -80,10 +80,6 @@ class NanoGPT(CausalModel):
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.positions = Embedding(config.max_positions, config.hidden_size)
         self.dropout = Dropout(0.0)
-        self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, config.has_norm_bias)
-        if not config.tied_embeddings:
-            self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def new_cache(self, capacity: int) -> KVCache:
         config = self.config
@@ -99,18 +95,24 @@ class NanoGPT(CausalModel):
         return Sequences.create(self.device, batch, tokens)
 
     def embed_tokens(self, ids: Tensor, context: Context) -> Tensor:
-        return positioned(self.embed, self.positions, self.dropout, ids, context)
+        """Embeddings of tokens and of their positions, added up: f32 [tokens, hidden]."""
+        if isinstance(context, Sequences):
+            return self.dropout(self.embed(ids, self.positions, period=context.tokens))
+        return self.embed(ids, self.positions, context.start)
+
+
+class NanoGPT(LearnedPositions):
+    """The whole model."""
+
+    def __init__(self, config: NanoGPTConfig, device: Device) -> None:
+        super().__init__(config, device)
+        self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, config.has_norm_bias)
+        self._tied = config.tied_embeddings
+        if not self._tied:
+            self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        if not self.config.tied_embeddings:
+        if not self._tied:
             return project(hidden, [self.head], norm=self.norm)
         return linear(self.norm(hidden), self.embed.weight.shards)
-
-
-def positioned(
-    embed: Embedding, positions: Embedding, dropout: Dropout, ids: Tensor, context: Context
-) -> Tensor:
-    """Embeddings of tokens and of their positions, added up: f32 [tokens, hidden]."""
-    if isinstance(context, Sequences):
-        return dropout(embed(ids, positions, period=context.tokens))
-    return embed(ids, positions, context.start)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from oazoo.configs import TransformerConfig
-from oazoo.models.cache import KVCache
-from oazoo.models.nanogpt import mixed, positioned
-from oazoo.models.sequences import Context, Sequences
-from oazoo.models.session import CausalModel, Layer
+from oazoo.models.nanogpt import LearnedPositions, mixed
+from oazoo.models.sequences import Context
+from oazoo.models.session import Layer
 from oazoo.nn.blocks import MLP
 from oazoo.nn.dropout import Dropout
-from oazoo.nn.layers import Embedding, LayerNorm, Linear, project
+from oazoo.nn.layers import LayerNorm, Linear, project
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.elementwise import add
@@ -51,36 +50,14 @@ class Block(Layer):
         return self.mlp(self.mlp_norm(x), residual=x)
 
 
-class Transformer(CausalModel):
+class Transformer(LearnedPositions):
     """The whole model."""
 
     def __init__(self, config: TransformerConfig, device: Device) -> None:
-        self.config = config
-        self.device = device
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self.positions = Embedding(config.max_positions, config.hidden_size)
-        self.dropout = Dropout(0.0)
+        super().__init__(config, device)
         self.layers = ModuleList([Block(config, layer) for layer in range(config.num_layers)])
         self.norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size)
-
-    def new_cache(self, capacity: int) -> KVCache:
-        config = self.config
-        return KVCache.create(
-            self.device,
-            layers=config.num_layers,
-            kv_heads=config.num_heads,
-            capacity=capacity,
-            head_dim=config.head_dim,
-        )
-
-    def new_sequences(self, batch: int, tokens: int) -> Sequences:
-        return Sequences.create(self.device, batch, tokens)
-
-    def embed_tokens(self, ids: Tensor, context: Context) -> Tensor:
-        return positioned(self.embed, self.positions, self.dropout, ids, context)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         return project(hidden, [self.head], norm=self.norm)

@@ -6,6 +6,7 @@ Weights are [out_features, in_features].
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,8 +33,9 @@ def by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Adapter(Module):
     """What is added to a linear layer's output, computed from its input: f32 [tokens, in] to [tokens, out]."""
 
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What is added, f32 [tokens, out], for x, f32 [tokens, in]."""
 
 
 class Linear(Module):

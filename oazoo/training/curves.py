@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from oazoo.errors import UsageError
 from oazoo.formats.atomic import check_output, write_atomically
+from oazoo.optional import require_matplotlib
 from oazoo.training.csv_log import VALIDATION_COLUMNS, read_log, validation_path
 
 if TYPE_CHECKING:
@@ -19,20 +20,6 @@ if TYPE_CHECKING:
 _COLOUR, _SECOND = "#3a6ea5", "#c0562f"
 #: The smooth line is a mean that forgets: of about this share of the run.
 _SHARE = 0.02
-
-
-def require_matplotlib() -> None:
-    """Refuse before a run what could not be drawn after it.
-
-    Raises:
-        UsageError: matplotlib is missing; the message says how to get it.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"curves need matplotlib, which cannot be imported ({error}): pip install 'oazoo[report]'"
-        ) from error
 
 
 def smooth(values: npt.NDArray[np.float64], span: float) -> npt.NDArray[np.float64]:
@@ -60,7 +47,7 @@ def draw_curves(log: Path | str, picture: Path | str, *, overwrite: bool = False
         UsageError: matplotlib is missing, there is no log or no step in it, or the picture exists.
         FormatError: the log is damaged.
     """
-    require_matplotlib()
+    require_matplotlib("curves need matplotlib")
     check_output(picture, overwrite=overwrite)
     from matplotlib.figure import Figure
 

@@ -34,15 +34,9 @@ class LoraSettings:
         return asdict(self)
 
 
-def linear_layers(model: Module, prefix: str = "") -> dict[str, Linear]:
+def linear_layers(model: Module) -> dict[str, Linear]:
     """Every linear layer of a model by its dotted name."""
-    found: dict[str, Linear] = {}
-    for name, child in model.children():
-        if isinstance(child, Linear):
-            found[prefix + name] = child
-        elif isinstance(child, Module):
-            found |= linear_layers(child, f"{prefix}{name}.")
-    return found
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
 def attach(

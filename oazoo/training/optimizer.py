@@ -7,6 +7,7 @@ memory: the settings (:meth:`Optimizer.set_lr` writes there) and the number of s
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -258,8 +259,9 @@ class Optimizer:
         }
         return np.array([row[name] for name in ops.SETTINGS], np.float32)
 
+    @abstractmethod
     def _update(self, group: Group, slots: list[ops.Slot], factor: Tensor | None, flags: int) -> None:
-        raise NotImplementedError
+        """Queue the update of these parameters."""
 
 
 def _log(beta: float) -> float:

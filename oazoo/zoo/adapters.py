@@ -144,15 +144,32 @@ def write_pairs(
         TranslationError: the model is of no published architecture, or a layer has no module of its own there.
         UsageError, OutputError: the adapter is there already, or cannot be written.
     """
-    to_gguf = Path(output).suffix == ".gguf"
+    to_gguf = _is_gguf(output)
     where = lora_map(_config(source), declared_architectures(source), "gguf" if to_gguf else "hf")
     facts = base_facts(source) if base is None else base
-    made = Adapter(to_published(pairs, where), where.fan_in_fan_out, facts, dropout)
-    if to_gguf:
+    write_mapped(pairs, where, output, facts, dropout, overwrite=overwrite)
+    return where
+
+
+def _is_gguf(output: Path | str) -> bool:
+    return Path(output).suffix == ".gguf"
+
+
+def write_mapped(
+    pairs: Mapping[str, LoraPair],
+    where: LoraMap,
+    output: Path | str,
+    base: Mapping[str, Any],
+    dropout: float,
+    *,
+    overwrite: bool,
+) -> None:
+    """As :func:`write_pairs`, for a model whose map is known: that to GGUF for ``OUT.gguf``, else that to Hugging Face."""
+    made = Adapter(to_published(pairs, where), where.fan_in_fan_out, base, dropout)
+    if _is_gguf(output):
         write_gguf_adapter(output, made, where.architecture, overwrite=overwrite)
     else:
         write_adapter(output, made, linear_modules=where.modules, overwrite=overwrite)
-    return where
 
 
 def base_warnings(adapter: Adapter, source: OamSource) -> list[str]:

@@ -20,7 +20,7 @@ from oazoo.runtime.ops.linear import observing
 from oazoo.runtime.ops.norm import column_sums
 from oazoo.runtime.ops.product import weight_gradient
 from oazoo.translators.convert import Progress
-from oazoo.zoo.evaluate import check_request
+from oazoo.zoo.evaluate import check_request, loaded_model
 from oazoo.zoo.files import open_file
 from oazoo.zoo.statistics import Statistics
 
@@ -74,7 +74,7 @@ def calibrate(
     check_request(given, 4)
     if max_tokens is not None and max_tokens < 16:
         raise UsageError(f"{max_tokens} tokens are too few to measure anything: at least 16 are needed")
-    loaded = model if isinstance(model, TextModel) else _load(model, device, progress, notify)
+    loaded = loaded_model(model, device, progress, notify)
     causal = loaded.model
     if not isinstance(causal, CausalModel):
         raise UsageError(f"{loaded.name} is not a model on the device: only those can be measured")
@@ -92,17 +92,6 @@ def calibrate(
     finally:
         if loaded is not model:
             causal.close()
-
-
-def _load(
-    model: str | Path,
-    device: Device | None,
-    progress: Progress | None,
-    notify: Callable[[str], None] | None,
-) -> TextModel:
-    from oazoo.zoo.load import load
-
-    return load(model, device=device, progress=progress, notify=notify)
 
 
 def _checksum(model: TextModel) -> str:

@@ -156,7 +156,7 @@ def evaluate_all(
     """:func:`evaluate` for several models against one reference, which then runs once: an evaluation for each."""
     check_request(text, context, windows)
     wanted = [*models] if against is None else [against, *models]
-    loaded = [m if isinstance(m, TextModel) else _load(m, device, progress, notify) for m in wanted]
+    loaded = [loaded_model(m, device, progress, notify) for m in wanted]
     try:
         return _evaluate_loaded(loaded, text, against is not None, context, windows, progress)
     finally:
@@ -165,15 +165,18 @@ def evaluate_all(
                 made.model.close()
 
 
-def _load(
-    name: str | Path,
+def loaded_model(
+    model: TextModel | str | Path,
     device: Device | None,
     progress: Progress | None,
     notify: Callable[[str], None] | None,
 ) -> TextModel:
+    """The model itself, or the one that :func:`oazoo.load` gives for its name."""
     from oazoo.zoo.load import load
 
-    return load(name, device=device, progress=progress, notify=notify)
+    if isinstance(model, TextModel):
+        return model
+    return load(model, device=device, progress=progress, notify=notify)
 
 
 def check_request(text: str, context: int, windows: int | None = None) -> None:

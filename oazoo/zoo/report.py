@@ -20,11 +20,12 @@ from oazoo import __version__
 from oazoo.errors import FormatError, OazooError
 from oazoo.formats.atomic import check_not_input, check_output, write_atomically
 from oazoo.formats.oam import OamSource
+from oazoo.optional import require_matplotlib
 from oazoo.translators.plan import any_layer
 from oazoo.zoo.files import open_file
 from oazoo.zoo.progress import Progress
 from oazoo.zoo.receipt import read_receipt, summary
-from oazoo.zoo.report_pictures import codes_and_scales, noise_of_tensors, require_matplotlib
+from oazoo.zoo.report_pictures import codes_and_scales, noise_of_tensors
 from oazoo.zoo.tensor_errors import OutlierBlock, TensorError, tensor_errors
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def check_report(path: Path | str, inputs: Iterable[Path], *, overwrite: bool = 
         UsageError: matplotlib is missing, the file exists and ``overwrite`` is not set, or it is an input.
         OutputError: see :func:`oazoo.formats.atomic.check_output`.
     """
-    require_matplotlib()
+    require_matplotlib("a report needs matplotlib for its pictures")
     check_not_input(path, inputs)
     check_output(path, overwrite=overwrite)
 

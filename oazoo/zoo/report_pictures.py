@@ -12,27 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oazoo.errors import UsageError
 from oazoo.zoo.tensor_errors import SCALE_BINS_PER_OCTAVE, SCALE_LOW, TensorError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOUR = "#3a6ea5"
-
-
-def require_matplotlib() -> None:
-    """Refuse a report before any work when its pictures could not be drawn.
-
-    Raises:
-        UsageError: matplotlib is missing; the message says how to get it.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"a report needs matplotlib for its pictures, which cannot be imported ({error}): pip install 'oazoo[report]'"
-        ) from error
 
 
 def codes_and_scales(errors: Sequence[TensorError]) -> str:

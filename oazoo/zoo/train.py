@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from oazoo.errors import DeviceError, UsageError
-from oazoo.formats.lora import Adapter, LoraPair, write_adapter
+from oazoo.formats.lora import LoraPair
 from oazoo.formats.oam import OamSource
 from oazoo.generation.text_model import TextModel
 from oazoo.runtime import Device, OutOfDeviceMemoryError, get_device
@@ -34,7 +34,8 @@ from oazoo.training.lora import LoraSettings
 from oazoo.training.records import Summary
 from oazoo.training.rows import make_rows
 from oazoo.training.section import from_section, to_section
-from oazoo.translators.lora import to_published
+from oazoo.zoo.adapters import write_mapped
+from oazoo.zoo.evaluate import loaded_model
 from oazoo.zoo.presets import preset
 from oazoo.zoo.progress import Progress
 from oazoo.zoo.train_memory import RunMemory, divide, refusal
@@ -288,9 +289,7 @@ class Run:
             layer: LoraPair(adapter.a.values(), adapter.b.values(), lora.alpha, lora.rank_stabilised)
             for layer, adapter in subject.adapters.items()
         }
-        published = to_published(pairs, subject.map)
-        adapter = Adapter(published, subject.map.fan_in_fan_out, subject.base or {}, lora.dropout)
-        write_adapter(output / "adapter", adapter, linear_modules=subject.map.modules, overwrite=True)
+        write_mapped(pairs, subject.map, output / "adapter", subject.base or {}, lora.dropout, overwrite=True)
 
 
 #: Settings of a run that may differ when it goes on; a step may be divided into batches in another way.
@@ -368,12 +367,6 @@ def finetune(
         lora: of the corrections; ``targets`` name the layers that get one (all linear ones but the head by default).
         device: where to load a model given by name.
     """
-    from oazoo.zoo.load import load
-
-    loaded = (
-        model
-        if isinstance(model, TextModel)
-        else load(model, device=device, progress=options.get("progress"), notify=options.get("notify"))
-    )
+    loaded = loaded_model(model, device, options.get("progress"), options.get("notify"))
     chosen = settings or TrainSettings()
     return Run(imported_model(loaded, chosen, lora, targets), data, chosen, output, **options)

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from model_goldens import source_path
+
+import oazoo
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +21,11 @@ def oamref() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The F32 golden, a tiny Llama with a tokenizer, as an `.oam` file."""
+    path = tmp_path_factory.mktemp("dense") / "dense.oam"
+    oazoo.convert(source_path("F32"), path)
+    return path

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 import reference_models
 from click.testing import CliRunner, Result
-from model_goldens import source_path
 
 import oazoo
 from oazoo.cli.main import main
@@ -24,13 +23,6 @@ from oazoo.zoo.quantize import quantize
 from oazoo.zoo.statistics import Statistics, load_statistics, save_statistics
 
 TEXT = "A ferry came in at noon, and the men who mended nets looked up from their work for a while. " * 4
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("dense") / "dense.oam"
-    oazoo.convert(source_path("F32"), path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 import reference_models
 from click.testing import CliRunner
-from model_goldens import source_path
 
 import oazoo
 from oazoo.cli.main import main
@@ -24,13 +23,6 @@ from oazoo.zoo.statistics import Statistics, save_statistics
 
 TEXT = "She counted the boats twice, and both times one was missing that nobody had seen go out. " * 5
 Doubles = npt.NDArray[np.float64]
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("dense") / "dense.oam"
-    oazoo.convert(source_path("F32"), path)
-    return path
 
 
 @pytest.fixture(scope="module")

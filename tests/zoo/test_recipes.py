@@ -32,13 +32,6 @@ from oazoo.zoo.statistics import load_statistics, save_statistics
 TEXT = "A ferry came in at noon, and the men who mended nets looked up from their work for a while. " * 4
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("dense") / "dense.oam"
-    oazoo.convert(source_path("F32"), path)
-    return path
-
-
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
