@@ -141,6 +141,7 @@ def _training() -> dict[str, KernelSpec]:
         table[name] = KernelSpec("random", name)
     table["tally_sum"] = KernelSpec("tally", "addWeighted", precise=True)
     table["tally_hits"] = KernelSpec("tally", "countHits")
+    table["permute"] = KernelSpec("permute", "permute")
     for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")

@@ -31,6 +31,7 @@ from oazoo.nn.layers import (
     project,
 )
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.patches import PatchEmbed
 from oazoo.nn.rope import RoPE
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "ModuleList",
     "MultiHeadAttention",
     "Parameter",
+    "PatchEmbed",
     "RMSNorm",
     "ReLU",
     "RoPE",
