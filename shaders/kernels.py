@@ -141,7 +141,6 @@ def _training() -> dict[str, KernelSpec]:
         table[name] = KernelSpec("random", name)
     table["tally_sum"] = KernelSpec("tally", "addWeighted", precise=True)
     table["tally_hits"] = KernelSpec("tally", "countHits")
-    table["permute"] = KernelSpec("permute", "permute")
     for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
@@ -159,7 +158,20 @@ def _training() -> dict[str, KernelSpec]:
     return table
 
 
+def _images() -> dict[str, KernelSpec]:
+    """Layers of images: convolutions, pooling, norms of channels; and vector quantizers."""
+    table = {name: KernelSpec("windows", name) for name in ("unfold", "fold")}
+    table["permute"] = KernelSpec("permute", "permute")
+    table["conv_outputs"] = KernelSpec("convolution", "directOutputs")
+    table["conv_inputs"] = KernelSpec("convolution", "directInputs")
+    for lanes in ("Wave8", "Group32"):
+        table[f"conv_weights_{lanes.lower()}"] = KernelSpec("convolution", f"directWeights{lanes}")
+        table[f"channel_sums_{lanes.lower()}"] = KernelSpec("convolution", f"channelSums{lanes}")
+    return table
+
+
 KERNELS: dict[str, KernelSpec] = {
+    **_images(),
     **_training(),
     **_products(),
     **_rows(),
