@@ -17,6 +17,7 @@ from oazoo.nn.activations import (
 )
 from oazoo.nn.attention import MultiHeadAttention
 from oazoo.nn.blocks import MLP, Sequential, TransformerBlock
+from oazoo.nn.convolution import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.feed_forward import FFN, SwiGLU
 from oazoo.nn.layers import (
@@ -43,6 +44,10 @@ __all__ = [
     "Buffer",
     "ByteEmbedding",
     "ByteOutputHead",
+    "Conv1d",
+    "Conv2d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
     "Dropout",
     "Embedding",
     "LayerNorm",

@@ -1,8 +1,9 @@
-"""Convolutions and transposed convolutions of images [batch, channels, height, width] and sequences [batch, channels, length]."""
+"""Convolutions and transposed ones, of images [batch, channels, height, width] and sequences [batch, channels, length]."""
 
 from __future__ import annotations
 
 from math import prod
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,159 +26,95 @@ def by_inputs(groups: int, transposed: bool = False) -> Initial:
     return initial
 
 
-def _both(kernel: Pair) -> tuple[int, int]:
-    return (kernel, kernel) if isinstance(kernel, int) else kernel
-
-
 class _Convolution(Module):
-    """A weight, a bias, and where to look."""
+    """A weight in any encoding, a bias, and where to look.
 
-    def __init__(self, weight: Parameter, biases: int, bias: bool) -> None:
-        self.weight = weight
+    Numbers are those of the op (:mod:`oazoo.runtime.ops.convolution`), which refuses what does not fit. For images each
+    may be a pair, for rows and columns.
+    """
+
+    #: Axes of what it looks at, and whether it is transposed.
+    axes: ClassVar[int]
+    transposed: ClassVar[bool]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: Pair,
+        *,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        sides = (kernel,) * self.axes if isinstance(kernel, int) else kernel
+        outer, inner = (in_channels, out_channels) if self.transposed else (out_channels, in_channels)
+        self.weight = Parameter(
+            outer, inner // max(1, groups), *sides, initial=by_inputs(groups, self.transposed)
+        )
         if bias:
-            self.bias = Parameter(biases)
+            self.bias = Parameter(out_channels)
         self.has_bias = bias
+        self.options: dict[str, Any] = {
+            "stride": stride,
+            "padding": padding,
+            "dilation": dilation,
+            "groups": groups,
+        }
 
     def _bias(self) -> Tensor | None:
         return self.bias.tensor if self.has_bias else None
 
 
 class Conv2d(_Convolution):
-    """Cross-correlation with a weight [out_channels, in_channels / groups, kernel, kernel], in any encoding, plus a bias.
+    """Cross-correlation of images with a weight [out_channels, in_channels / groups, kernel, kernel], plus a bias."""
 
-    Kernel, stride, padding and dilation are numbers, or pairs for rows and columns.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: Pair,
-        *,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        bias: bool = True,
-    ) -> None:
-        shape = out_channels, in_channels // max(1, groups), *_both(kernel)
-        super().__init__(Parameter(*shape, initial=by_inputs(groups)), out_channels, bias)
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+    axes, transposed = 2, False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """f32 [batch, in_channels, height, width] to [batch, out_channels, …]; see :func:`~oazoo.runtime.ops.convolution.conv2d`."""
-        return conv2d(
-            x,
-            self.weight.tensor,
-            self._bias(),
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+        """f32 [batch, in_channels, height, width] to [batch, out_channels, …]."""
+        return conv2d(x, self.weight.tensor, self._bias(), **self.options)
 
 
 class Conv1d(_Convolution):
     """Cross-correlation along sequences with a weight [out_channels, in_channels / groups, kernel], plus a bias."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: int,
-        *,
-        stride: int = 1,
-        padding: int = 0,
-        dilation: int = 1,
-        groups: int = 1,
-        bias: bool = True,
-    ) -> None:
-        shape = out_channels, in_channels // max(1, groups), kernel
-        super().__init__(Parameter(*shape, initial=by_inputs(groups)), out_channels, bias)
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+    axes, transposed = 1, False
 
     def __call__(self, x: Tensor) -> Tensor:
         """f32 [batch, in_channels, length] to [batch, out_channels, …]."""
-        return conv1d(
-            x,
-            self.weight.tensor,
-            self._bias(),
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+        return conv1d(x, self.weight.tensor, self._bias(), **self.options)
 
 
-class ConvTranspose2d(_Convolution):
-    """The transpose of a :class:`Conv2d`, which makes images larger: a weight [in_channels, out_channels / groups, kernel, kernel],
-    in any encoding, plus a bias.
+class _Transposed(_Convolution):
+    transposed = True
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: Pair, *, output_padding: Pair = 0, **options: Any
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel, **options)
+        self.options["output_padding"] = output_padding
+
+
+class ConvTranspose2d(_Transposed):
+    """The transpose of a :class:`Conv2d`, which makes images larger, with a weight
+    [in_channels, out_channels / groups, kernel, kernel], plus a bias.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: Pair,
-        *,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        output_padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        bias: bool = True,
-    ) -> None:
-        shape = in_channels, out_channels // max(1, groups), *_both(kernel)
-        super().__init__(Parameter(*shape, initial=by_inputs(groups, True)), out_channels, bias)
-        self.stride, self.padding, self.output_padding = stride, padding, output_padding
-        self.dilation, self.groups = dilation, groups
+    axes = 2
 
     def __call__(self, x: Tensor) -> Tensor:
-        """f32 [batch, in_channels, height, width] to [batch, out_channels, …]; see
-        :func:`~oazoo.runtime.ops.convolution.conv_transpose2d`.
-        """
-        return conv_transpose2d(
-            x,
-            self.weight.tensor,
-            self._bias(),
-            stride=self.stride,
-            padding=self.padding,
-            output_padding=self.output_padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+        """f32 [batch, in_channels, height, width] to [batch, out_channels, …]."""
+        return conv_transpose2d(x, self.weight.tensor, self._bias(), **self.options)
 
 
-class ConvTranspose1d(_Convolution):
-    """The transpose of a :class:`Conv1d`: a weight [in_channels, out_channels / groups, kernel], plus a bias."""
+class ConvTranspose1d(_Transposed):
+    """The transpose of a :class:`Conv1d`, with a weight [in_channels, out_channels / groups, kernel], plus a bias."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: int,
-        *,
-        stride: int = 1,
-        padding: int = 0,
-        output_padding: int = 0,
-        dilation: int = 1,
-        groups: int = 1,
-        bias: bool = True,
-    ) -> None:
-        shape = in_channels, out_channels // max(1, groups), kernel
-        super().__init__(Parameter(*shape, initial=by_inputs(groups, True)), out_channels, bias)
-        self.stride, self.padding, self.output_padding = stride, padding, output_padding
-        self.dilation, self.groups = dilation, groups
+    axes = 1
 
     def __call__(self, x: Tensor) -> Tensor:
         """f32 [batch, in_channels, length] to [batch, out_channels, …]."""
-        return conv_transpose1d(
-            x,
-            self.weight.tensor,
-            self._bias(),
-            stride=self.stride,
-            padding=self.padding,
-            output_padding=self.output_padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+        return conv_transpose1d(x, self.weight.tensor, self._bias(), **self.options)

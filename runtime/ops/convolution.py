@@ -182,7 +182,7 @@ def conv_transpose1d(
     groups: int = 1,
     variant: str | None = None,
 ) -> Tensor:
-    """:func:`conv_transpose2d` of sequences: f32 [batch, channels, length] with weight [channels, outputs / groups, kernel]."""
+    """:func:`conv_transpose2d` of sequences: f32 [batch, channels, length], weight [channels, outputs / groups, kernel]."""
     return _of_lines(
         lambda x, w: conv_transpose2d(
             x,
