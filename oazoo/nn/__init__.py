@@ -20,6 +20,7 @@ from oazoo.nn.blocks import MLP, Sequential, TransformerBlock
 from oazoo.nn.convolution import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.feed_forward import FFN, SwiGLU
+from oazoo.nn.images import AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, MaxPool2d, Upsample
 from oazoo.nn.layers import (
     Adapter,
     ByteEmbedding,
@@ -41,6 +42,9 @@ __all__ = [
     "GELU",
     "MLP",
     "Adapter",
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm2d",
     "Buffer",
     "ByteEmbedding",
     "ByteOutputHead",
@@ -54,6 +58,7 @@ __all__ = [
     "LeakyReLU",
     "Linear",
     "LogSoftmax",
+    "MaxPool2d",
     "Mish",
     "Module",
     "ModuleList",
@@ -71,6 +76,7 @@ __all__ = [
     "SwiGLU",
     "Tanh",
     "TransformerBlock",
+    "Upsample",
     "gated_linear",
     "project",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from oa_goldens import check_layer, fill, golden
+from oa_goldens import check_layer, close, fill, golden, on_device
 
 from oazoo import nn
 
@@ -43,3 +43,33 @@ def test_convolutions(name: str) -> None:
     fill(layer, arrays)
     form: Callable[..., Any] = layer  # type: ignore[assignment]
     check_layer(layer, arrays, form)
+
+
+WITHOUT_WEIGHTS: dict[str, nn.Module] = {
+    "maxpool2d_k2": nn.MaxPool2d(2),
+    "maxpool2d_k3s2p1": nn.MaxPool2d(3, 2, 1),
+    "avgpool2d_k2": nn.AvgPool2d(2),
+    "avgpool2d_k3s2p1": nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+    "adaptiveavgpool2d_3x2": nn.AdaptiveAvgPool2d((3, 2)),
+    "upsample_nearest2": nn.Upsample(2),
+    "upsample_bilinear2": nn.Upsample(2, "bilinear"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
+def test_pooling_and_upsampling(name: str) -> None:
+    arrays, _ = golden(name)
+    layer = WITHOUT_WEIGHTS[name]
+    form: Callable[..., Any] = layer  # type: ignore[assignment]
+    check_layer(layer, arrays, form)
+
+
+def test_batch_norm() -> None:
+    arrays, config = golden("batchnorm2d")
+    layer = nn.BatchNorm2d(config["features"], config["epsilon"], config["momentum"], compat="oa")
+    fill(layer, arrays)
+    layer.train()
+    check_layer(layer, arrays, layer)
+    close(layer.running_mean.tensor, arrays["running_mean_after"])
+    close(layer.running_var.tensor, arrays["running_var_after"])
+    close(layer.eval()(on_device(arrays["x"])), arrays["eval_output"])
