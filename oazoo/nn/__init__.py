@@ -34,6 +34,7 @@ from oazoo.nn.layers import (
 )
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
 from oazoo.nn.patches import PatchEmbed
+from oazoo.nn.quantizer import Quantized, ResidualVectorQuantizer, VectorQuantizer
 from oazoo.nn.rope import RoPE
 
 __all__ = [
@@ -65,8 +66,10 @@ __all__ = [
     "MultiHeadAttention",
     "Parameter",
     "PatchEmbed",
+    "Quantized",
     "RMSNorm",
     "ReLU",
+    "ResidualVectorQuantizer",
     "RoPE",
     "Sequential",
     "SiLU",
@@ -77,6 +80,7 @@ __all__ = [
     "Tanh",
     "TransformerBlock",
     "Upsample",
+    "VectorQuantizer",
     "gated_linear",
     "project",
 ]
