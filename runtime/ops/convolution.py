@@ -59,7 +59,7 @@ def conv2d(
     require_dense(x, op, "x", "f32", -1, -1, -1, -1)
     kernel = _kernel(op, weight)
     windows = Windows(
-        x.shape[2:],
+        (x.shape[2], x.shape[3]),
         kernel,
         pair(op, "stride", stride, 1),
         pair(op, "padding", padding, 0),

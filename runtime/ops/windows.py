@@ -19,7 +19,7 @@ _CHANNELS, _LANES = 8, 64
 
 def pair(op: str, name: str, value: Pair, least: int) -> tuple[int, int]:
     """Both numbers of an argument, which must be at least ``least``."""
-    both = (value, value) if isinstance(value, int) else tuple(value)
+    both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     fits = len(both) == 2 and all(type(n) is int and least <= n <= MAX_ELEMENTS for n in both)
     require(fits, op, f"the {name} must be at least {least}, or two such numbers, not {value!r}")
     return both[0], both[1]
