@@ -89,6 +89,16 @@ def seed(device: Device, number: int) -> Generator:
     return found
 
 
+def replaying() -> bool:
+    """Whether this is the second pass over what was done before: what counts on, such as running statistics, has counted."""
+    return _replay.get() is not None
+
+
+def checkpointed() -> bool:
+    """Whether what is computed now is computed a second time, or will be."""
+    return replaying() or _record.get() is not None
+
+
 @contextmanager
 def recorded_draws() -> Iterator[list[Tensor]]:
     """Collect the draws that are made inside, in their order; an outer recording gets them as well."""

@@ -158,7 +158,38 @@ def _training() -> dict[str, KernelSpec]:
     return table
 
 
+#: How images are given another size (pooling.slang).
+RESIZES = ("adaptive", "nearest", "bilinear")
+
+
+def _images() -> dict[str, KernelSpec]:
+    """Layers of images: convolutions, pooling, norms of channels; and vector quantizers."""
+    table = {name: KernelSpec("windows", name) for name in ("unfold", "fold")}
+    table["permute"] = KernelSpec("permute", "permute")
+    table["conv_outputs"] = KernelSpec("convolution", "directOutputs")
+    table["conv_inputs"] = KernelSpec("convolution", "directInputs")
+    for lanes in ("Wave8", "Group32"):
+        table[f"conv_weights_{lanes.lower()}"] = KernelSpec("convolution", f"directWeights{lanes}")
+        table[f"channel_sums_{lanes.lower()}"] = KernelSpec("convolution", f"channelSums{lanes}")
+        table[f"batch_stats_{lanes.lower()}"] = KernelSpec("batch_norm", f"stats{lanes}")
+        table[f"batch_norm_sums_{lanes.lower()}"] = KernelSpec("batch_norm", f"sums{lanes}")
+        for name, entry in (("half_norms", "halfNorms"), ("follow", "follow"), ("revive", "revive"), ("choose", "choose")):
+            table[f"codes_{name}_{lanes.lower()}"] = KernelSpec("quantizer", f"{entry}{lanes}")
+    table["codes_gather"] = KernelSpec("quantizer", "gather")
+    table["kept_stats"] = KernelSpec("batch_norm", "keptStats")
+    table["batch_norm"] = KernelSpec("batch_norm", "normalise")
+    table["batch_norm_back"] = KernelSpec("batch_norm", "normaliseBack")
+    for name, entry in (("max_pool", "maxPool"), ("average_pool", "averagePool")):
+        table[name] = KernelSpec("pooling", entry)
+        table[f"{name}_back"] = KernelSpec("pooling", f"{entry}Back")
+    for name in RESIZES:
+        table[f"resize_{name}"] = KernelSpec("pooling", f"resize<{name.title()}>")
+        table[f"resize_{name}_back"] = KernelSpec("pooling", f"resizeBack<{name.title()}>")
+    return table
+
+
 KERNELS: dict[str, KernelSpec] = {
+    **_images(),
     **_training(),
     **_products(),
     **_rows(),

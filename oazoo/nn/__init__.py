@@ -17,8 +17,10 @@ from oazoo.nn.activations import (
 )
 from oazoo.nn.attention import MultiHeadAttention
 from oazoo.nn.blocks import MLP, Sequential, TransformerBlock
+from oazoo.nn.convolution import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.feed_forward import FFN, SwiGLU
+from oazoo.nn.images import AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, MaxPool2d, Upsample
 from oazoo.nn.layers import (
     Adapter,
     ByteEmbedding,
@@ -31,6 +33,8 @@ from oazoo.nn.layers import (
     project,
 )
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.patches import PatchEmbed
+from oazoo.nn.quantizer import Quantized, ResidualVectorQuantizer, VectorQuantizer
 from oazoo.nn.rope import RoPE
 
 __all__ = [
@@ -39,22 +43,33 @@ __all__ = [
     "GELU",
     "MLP",
     "Adapter",
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm2d",
     "Buffer",
     "ByteEmbedding",
     "ByteOutputHead",
+    "Conv1d",
+    "Conv2d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
     "Dropout",
     "Embedding",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
     "LogSoftmax",
+    "MaxPool2d",
     "Mish",
     "Module",
     "ModuleList",
     "MultiHeadAttention",
     "Parameter",
+    "PatchEmbed",
+    "Quantized",
     "RMSNorm",
     "ReLU",
+    "ResidualVectorQuantizer",
     "RoPE",
     "Sequential",
     "SiLU",
@@ -64,6 +79,8 @@ __all__ = [
     "SwiGLU",
     "Tanh",
     "TransformerBlock",
+    "Upsample",
+    "VectorQuantizer",
     "gated_linear",
     "project",
 ]
