@@ -31,19 +31,23 @@ from oazoo.nn.layers import (
     project,
 )
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.recurrent import GRU, RNN, GRUCell, RecurrentCell, RNNCell
 from oazoo.nn.rope import RoPE
 
 __all__ = [
     "ELU",
     "FFN",
     "GELU",
+    "GRU",
     "MLP",
+    "RNN",
     "Adapter",
     "Buffer",
     "ByteEmbedding",
     "ByteOutputHead",
     "Dropout",
     "Embedding",
+    "GRUCell",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
@@ -54,7 +58,9 @@ __all__ = [
     "MultiHeadAttention",
     "Parameter",
     "RMSNorm",
+    "RNNCell",
     "ReLU",
+    "RecurrentCell",
     "RoPE",
     "Sequential",
     "SiLU",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from oazoo.configs import DecoderConfig, ModelConfig, NanoGPTConfig, TransformerConfig
+from oazoo.configs import DecoderConfig, ModelConfig, NanoGPTConfig, RecurrentConfig, TransformerConfig
 from oazoo.errors import UsageError
 from oazoo.text.vocabulary import VocabularyKind
 
@@ -75,6 +75,10 @@ def _nanogpt(hidden: int, layers: int, heads: int) -> Callable[[int, int], Model
     return make
 
 
+def _oa_recurrent(cell: str) -> Callable[[int, int], ModelConfig]:
+    return lambda vocabulary, context: replace(RecurrentConfig.byte_model(cell), vocab_size=vocabulary)
+
+
 def _oa_transformer(vocabulary: int, context: int) -> ModelConfig:
     return replace(TransformerConfig.byte_transformer(), vocab_size=vocabulary, max_positions=context)
 
@@ -82,6 +86,8 @@ def _oa_transformer(vocabulary: int, context: int) -> ModelConfig:
 #: OA's small language models: its name for the architecture, and the configuration with the sizes that OA's model over
 #: bytes has, whatever the vocabulary (OA states none for the others).
 _OA_ARCHITECTURES: dict[str, Callable[[int, int], ModelConfig]] = {
+    "Rnn": _oa_recurrent("rnn"),
+    "Gru": _oa_recurrent("gru"),
     "Transformer": _oa_transformer,
 }
 #: Each comes over each kind of vocabulary: OA's prefix, how many tokens at most, and the line on it.

@@ -43,6 +43,7 @@ def recurrence(
     state: Tensor | None = None,
     *,
     batch: int = 1,
+    into: Tensor | None = None,
     variant: str | None = None,
 ) -> Tensor:
     """The states of a recurrent layer after each token of a batch of sequences.
@@ -57,6 +58,7 @@ def recurrence(
         bias: f32 [gates · hidden], or None.
         state: f32 [batch, hidden], the states before the first tokens; zeros if None.
         batch: sequences, all of one length.
+        into: f32 [batch, hidden] to write the states after the last tokens to; may be ``state``. Without gradients.
         variant: ``lanes``, ``group`` or ``steps``; the fastest that fits if None.
 
     Returns:
@@ -83,9 +85,12 @@ def recurrence(
         require_dense(state, op, "state", "f32", batch, hidden)
     keeps = taping(inputs, weight, bias, state)
     require(not keeps or weight.dtype == "f32", op, f"there is no gradient with weights in {weight.dtype}")
+    if into is not None:
+        require_dense(into, op, "into", "f32", batch, hidden)
+        require(not keeps, op, "with a gradient, take last_state of the result")
     run = _Run(cell, inputs, weight, bias, state, batch, variant, keeps)
     with no_grad():
-        y = run.forward()
+        y = run.forward(into)
     return taped(y, (inputs, weight, bias, state), run.back)
 
 
@@ -149,7 +154,6 @@ class _Run:
         self.gates, self.hidden = CELL_GATES[cell], weight.shape[1]
         self.variant = self._choose(variant)
         self.flags = _BIAS * (bias is not None) + _STATE * (state is not None) + _KEEP * keeps
-        self.sizes = {"batch": batch, "tokens": self.tokens, "hidden": self.hidden}
         # Of an RNN the states alone are enough to go back.
         keeps = keeps and self.gates > 1
         self.kept = Tensor.empty(self.device, (inputs.shape[0], 4 * self.hidden)) if keeps else None
@@ -171,10 +175,10 @@ class _Run:
         require(small or variant != "group", op, f"the group variant takes up to {_MAX_HIDDEN} units")
         return variant
 
-    def forward(self) -> Tensor:
-        """The states after each token."""
+    def forward(self, into: Tensor | None) -> Tensor:
+        """The states after each token; the last ones go to ``into`` as well."""
         if self.variant == "steps":
-            return self._forward_steps()
+            return self._forward_steps(into)
         weight = self.weight if self.weight.dtype == "f32" else dequantize(self.weight)
         if self.variant == "group":
             weight = swap_axes(weight.view(1, *weight.shape)).view(*reversed(weight.shape))
@@ -190,16 +194,22 @@ class _Run:
             {"y": self.y, **self._kept()},
             work=self.inputs.numel * self.hidden,
             flags=self.flags,
-            **self.sizes,
+            batch=self.batch,
+            tokens=self.tokens,
+            hidden=self.hidden,
         )
+        if into is not None:
+            last_state(self.y, self.batch, into)
         return self.y
 
     def _kept(self) -> dict[str, Tensor]:
         return {} if self.kept is None else {"gates": self.kept}
 
-    def _forward_steps(self) -> Tensor:
+    def _forward_steps(self, into: Tensor | None) -> Tensor:
         state, groups = self.state, grid(-(-self.batch * self.hidden // 64))
-        own = Tensor.empty(self.device, (self.batch, self.hidden)) if self.tokens > 1 else self.y
+        own = into
+        if own is None:
+            own = Tensor.empty(self.device, (self.batch, self.hidden)) if self.tokens > 1 else self.y
         for t in range(self.tokens):
             zeros = state
             if zeros is None:
@@ -214,7 +224,9 @@ class _Run:
                 flags=self.flags & _KEEP | _STATE * (state is not None),
                 t=t,
                 columns=groups[0],
-                **self.sizes,
+                batch=self.batch,
+                tokens=self.tokens,
+                hidden=self.hidden,
             )
             state = own
         return self.y
@@ -239,7 +251,9 @@ class _Run:
                 writes,
                 work=self.inputs.numel * self.hidden,
                 flags=self.flags,
-                **self.sizes,
+                batch=self.batch,
+                tokens=self.tokens,
+                hidden=self.hidden,
             )
         of_weight = of_bias = None
         if want[1] and want[2]:
@@ -261,6 +275,8 @@ class _Run:
                 flags=self.flags,
                 t=t,
                 columns=groups[0],
-                **self.sizes,
+                batch=self.batch,
+                tokens=self.tokens,
+                hidden=self.hidden,
             )
             accumulate(dh, input_gradient(of_s, self.weight))
