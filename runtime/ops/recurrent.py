@@ -2,7 +2,7 @@
 
 Three variants compute the same:
 
-- ``lanes``: CPU devices with 8 lanes, hidden a multiple of 8: 8 sequences a workgroup;
+- ``lanes``: CPU devices with 8 lanes, hidden a multiple of 8: 8 sequences a workgroup, of any width;
 - ``group``: any device, up to 256 units: 4 sequences a workgroup, their states in shared memory;
 - ``steps``: any device and size: a product and a small kernel for each token. For one token, and for wide layers, whose
   products are work enough for a whole device.
@@ -31,8 +31,9 @@ _BIAS, _STATE, _KEEP = 1, 2, 4
 _MAX_HIDDEN = 256
 #: Sequences of a workgroup.
 _SHARE = {"lanes": 8, "group": 4}
-#: Units up to which a loop inside a kernel beats products over all of the device, on CPU devices.
-_LANES_HIDDEN = 256
+#: Units up to which the loop inside a kernel beats products over all of a CPU device: of one workgroup, which occupies one of
+#: its threads, and of several.
+_LANES_HIDDEN = 128, 512
 
 
 def recurrence(
@@ -165,7 +166,8 @@ class _Run:
         fast = eight_lanes(self.device) and self.hidden % 8 == 0 and all(t.address % 8 == 0 for t in tensors)
         small = self.hidden <= _MAX_HIDDEN
         if variant is None:
-            if self.tokens == 1 or self.hidden > (_LANES_HIDDEN if fast else _MAX_HIDDEN):
+            most = _LANES_HIDDEN[self.batch > _SHARE["lanes"]] if fast else _MAX_HIDDEN
+            if self.tokens == 1 or self.hidden > most:
                 return "steps"
             return "lanes" if fast else "group"
         require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")
