@@ -31,8 +31,8 @@ _BIAS, _STATE, _KEEP = 1, 2, 4
 _MAX_HIDDEN = 256
 #: Sequences of a workgroup.
 _SHARE = {"lanes": 8, "group": 4}
-#: Units up to which the loop inside a kernel beats products over all of a CPU device: of one workgroup, which occupies one of
-#: its threads, and of several.
+#: Units up to which the loop inside a kernel beats products over all of a CPU device: for one workgroup, which occupies one
+#: of its threads, and for several.
 _LANES_HIDDEN = 128, 512
 
 
