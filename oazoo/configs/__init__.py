@@ -16,6 +16,7 @@ from oazoo.configs.decoder import DecoderConfig
 from oazoo.configs.mamba import MambaConfig
 from oazoo.configs.mamba3 import Mamba3Config
 from oazoo.configs.nanogpt import NanoGPTConfig
+from oazoo.configs.recurrent import RecurrentConfig
 from oazoo.configs.rope import RopeScaling
 from oazoo.configs.transformer import TransformerConfig
 from oazoo.errors import TranslationError
@@ -26,15 +27,24 @@ __all__ = [
     "MambaConfig",
     "ModelConfig",
     "NanoGPTConfig",
+    "RecurrentConfig",
     "RopeScaling",
     "TransformerConfig",
     "config_from_json",
 ]
 
-ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config
+ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | RecurrentConfig
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
-    cls.family: cls for cls in (DecoderConfig, NanoGPTConfig, TransformerConfig, MambaConfig, Mamba3Config)
+    cls.family: cls
+    for cls in (
+        DecoderConfig,
+        NanoGPTConfig,
+        TransformerConfig,
+        MambaConfig,
+        Mamba3Config,
+        RecurrentConfig,
+    )
 }
 
 

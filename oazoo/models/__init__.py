@@ -8,6 +8,7 @@ from oazoo.configs import (
     MambaConfig,
     ModelConfig,
     NanoGPTConfig,
+    RecurrentConfig,
     TransformerConfig,
 )
 from oazoo.errors import DeviceError
@@ -45,6 +46,10 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
         from oazoo.models.transformer import Transformer
 
         return Transformer(config, device)
+    if isinstance(config, RecurrentConfig):
+        from oazoo.models.recurrent import Recurrent
+
+        return Recurrent(config, device)
     assert isinstance(config, NanoGPTConfig)
     from oazoo.models.nanogpt import NanoGPT
 

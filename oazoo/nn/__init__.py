@@ -35,13 +35,16 @@ from oazoo.nn.layers import (
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
 from oazoo.nn.patches import PatchEmbed
 from oazoo.nn.quantizer import Quantized, ResidualVectorQuantizer, VectorQuantizer
+from oazoo.nn.recurrent import GRU, RNN, GRUCell, RecurrentCell, RNNCell
 from oazoo.nn.rope import RoPE
 
 __all__ = [
     "ELU",
     "FFN",
     "GELU",
+    "GRU",
     "MLP",
+    "RNN",
     "Adapter",
     "AdaptiveAvgPool2d",
     "AvgPool2d",
@@ -55,6 +58,7 @@ __all__ = [
     "ConvTranspose2d",
     "Dropout",
     "Embedding",
+    "GRUCell",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
@@ -68,8 +72,10 @@ __all__ = [
     "PatchEmbed",
     "Quantized",
     "RMSNorm",
+    "RNNCell",
     "ReLU",
     "ResidualVectorQuantizer",
+    "RecurrentCell",
     "RoPE",
     "Sequential",
     "SiLU",

@@ -26,7 +26,7 @@ from oazoo.runtime.ops.common import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
 from oazoo.translators.convert import convert as translate
 from oazoo.zoo.convert import fetch, provenance_of
-from oazoo.zoo.oa_checkpoint import is_oa, transformer_config
+from oazoo.zoo.oa_checkpoint import is_oa, oa_config
 from oazoo.zoo.pull import PulledModel
 from oazoo.zoo.store import Store
 
@@ -206,10 +206,10 @@ def model_config(source: OamSource) -> ModelConfig:
         )
     if is_oa(source):
         shapes = {name: tensor.info.shape for name, tensor in source.items()}
-        transformer_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
+        known = oa_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
         raise FormatError(
-            f"{source.path}: OA wrote it, without its configuration; it is a ByteTransformer. Make it a file that runs, "
-            f"with its optimizer's state: oazoo convert {source.path.name} -o OUT.oam"
+            f"{source.path}: OA wrote it, without its configuration; it is of the family {known.family!r}. Make it a file "
+            f"that runs, with its optimizer's state: oazoo convert {source.path.name} -o OUT.oam"
         )
     if "family" not in metadata or "model" not in metadata:
         raise FormatError(
