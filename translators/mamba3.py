@@ -22,15 +22,6 @@ _NAMES = {
     "layer.mlp_norm": "norm2",
     "layer.mlp.up_gate": "mlp.fc1",
     "layer.mlp.down": "mlp.fc2",
-    "layer.mixer.in": "mixer.in_proj",
-    "layer.mixer.out": "mixer.out_proj",
-    "layer.mixer.norm": "mixer.norm",
-    "layer.mixer.b_norm": "mixer.B_norm",
-    "layer.mixer.c_norm": "mixer.C_norm",
-}
-#: Parameters that are no layers' weights.
-_LOOSE = {"dt_bias": "dt_bias", "b_bias": "B_bias", "c_bias": "C_bias", "d": "D"} | {
-    f"mimo_{part}": f"mimo_{part}" for part in "xzo"
 }
 
 
@@ -40,9 +31,8 @@ def source_name(target: str) -> str:
     if target.startswith("layers."):
         _, number, rest = target.split(".", 2)
         at = f"backbone.layers.{number}."
-        loose = _LOOSE.get(rest.removeprefix("mixer."))
-        if loose is not None:
-            return f"{at}mixer.{loose}"
+        if rest.startswith("mixer."):
+            return at + rest
         rest = f"layer.{rest}"
     return f"{at}{_NAMES[rest.removesuffix('.weight')]}.weight"
 

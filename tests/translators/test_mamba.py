@@ -97,7 +97,7 @@ def test_mamba3_goldens(name: str, tmp_path: Path) -> None:
     report = convert(folder, tmp_path / "m.oam")
     source, found = safetensors_bytes(folder), oam_bytes(tmp_path / "m.oam")
     assert len(found) == len(source)
-    names = {"mixer.in.weight": "mixer.in_proj.weight", "mixer.b_bias": "mixer.B_bias", "mixer.d": "mixer.D"}
+    names = {part: part for part in ("mixer.in_proj.weight", "mixer.B_bias", "mixer.D")}
     if name == "lm_mimo_mlp":
         names |= {"mixer.mimo_z": "mixer.mimo_z", "mixer.norm.weight": "mixer.norm.weight"}
         names |= {"mlp.up_gate.weight": "mlp.fc1.weight", "mlp_norm.weight": "norm2.weight"}
@@ -198,7 +198,7 @@ def test_state_is_never_packed(tmp_path: Path) -> None:
         "raw.oam": {"conv1d.weight", "A_log"},
         "g.oam": {"conv.weight", "a"},
         "graw.oam": {"ssm_conv1d.weight", "ssm_a"},
-        "m3.oam": {"b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"},
+        "m3.oam": {"B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o"},
     }.items():
         out = tmp_path / f"packed-{path}"
         report = oazoo.quantize(tmp_path / path, out, "q4", method="absmax")
