@@ -51,6 +51,13 @@ if TYPE_CHECKING:
 @click.option(
     "--heads", type=int, help="Attention heads of a checkpoint that OA wrote, whose file does not tell."
 )
+@click.option(
+    "--set",
+    "chosen",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What the checkpoint does not state, such as a_form=softplus for a Mamba-3 of before June 2026.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="Weights only.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
 @click.option(
@@ -72,6 +79,7 @@ def command(
     map_file: Path | None,
     dtype: str,
     heads: int | None,
+    chosen: tuple[str, ...],
     no_tokenizer: bool,
     dry_run: bool,
     check: bool,
@@ -94,6 +102,7 @@ def command(
         raise click.UsageError("--check-tolerance goes with --check")
     if check and dry_run:
         raise click.UsageError("--check compares what was written; with --dry-run nothing is")
+    settings = _settings(chosen)
     if output is not None:
         check_output(output, overwrite=force)
     if _is_oa(source):
@@ -109,6 +118,7 @@ def command(
                 dtype=dtype,
                 with_tokenizer=not no_tokenizer,
                 map_file=map_file,
+                chosen=settings,
                 progress=progress,
                 notify=say,
             ) as planned,
@@ -135,6 +145,7 @@ def command(
             overwrite=force,
             with_tokenizer=not no_tokenizer,
             map_file=map_file,
+            chosen=settings,
             check=check,
             check_tolerance=check_tolerance,
             progress=progress,
@@ -160,6 +171,17 @@ def command(
         assert isinstance(found, CheckReport)
         _show(found, output)
     return status
+
+
+def _settings(pairs: tuple[str, ...]) -> dict[str, str]:
+    """NAME=VALUE pairs as a dictionary."""
+    settings = dict[str, str]()
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not name or not sign:
+            raise click.UsageError(f"--set takes NAME=VALUE, not {pair[:60]!r}")
+        settings[name] = value
+    return settings
 
 
 def _show(found: CheckReport, output: Path) -> None:
@@ -226,7 +248,7 @@ def _convert_oa(path: Path, output: Path | None, heads: int | None, force: bool,
         emit_json({"output": str(output), "family": config.family, "model": config.to_json()})
     else:
         say(
-            f"{output}: OA's Transformer, {config.num_layers} layers of width {config.hidden_size}, with what its optimizer "
-            "keeps"
+            f"{output}: OA's {config.family}, {config.num_layers} layers of width {config.hidden_size}, with what its "
+            "optimizer keeps"
         )
     return 0

@@ -170,7 +170,8 @@ class Mamba3Config(StrictJson):
             shapes |= {f"{at}.mixer.{name}": shape for name, shape in self.block_parameters().items()}
             if self.mlp_width:
                 shapes[f"{at}.mlp_norm.weight"] = (hidden,)
-                shapes[f"{at}.mlp.up_gate.weight"] = (2 * self.mlp_width, hidden)
+                shapes[f"{at}.mlp.gate.weight"] = (self.mlp_width, hidden)
+                shapes[f"{at}.mlp.up.weight"] = (self.mlp_width, hidden)
                 shapes[f"{at}.mlp.down.weight"] = (hidden, self.mlp_width)
         shapes["norm.weight"] = (hidden,)
         if not self.tied_embeddings:

@@ -26,7 +26,7 @@ from oazoo.runtime.ops.common import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
 from oazoo.translators.convert import convert as translate
 from oazoo.zoo.convert import fetch, provenance_of
-from oazoo.zoo.oa_checkpoint import is_oa, transformer_config
+from oazoo.zoo.oa_checkpoint import is_oa, oa_config
 from oazoo.zoo.pull import PulledModel
 from oazoo.zoo.store import Store
 
@@ -206,9 +206,9 @@ def model_config(source: OamSource) -> ModelConfig:
         )
     if is_oa(source):
         shapes = {name: tensor.info.shape for name, tensor in source.items()}
-        transformer_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
+        config = oa_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
         raise FormatError(
-            f"{source.path}: OA wrote it, without its configuration; it is a ByteTransformer. Make it a file that runs, "
+            f"{source.path}: OA wrote it, without its configuration; it is a model of its {config.family} family. Make it a file that runs, "
             f"with its optimizer's state: oazoo convert {source.path.name} -o OUT.oam"
         )
     if "family" not in metadata or "model" not in metadata:
@@ -276,7 +276,7 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
         nonlocal done
         tensor = source[name]
         try:
-            shards = place(tensor, device, parameter.offset)
+            shards = place(tensor, device, parameter.offset, plain=name.rpartition(".")[2] != "weight")
         except DeviceError as error:
             raise type(error)(f"{name} ({total:,} bytes of weights in all): {error}") from error
         done += tensor.info.nbytes
@@ -287,13 +287,16 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
     model.load(provide)
 
 
-def place(tensor: SourceTensor, device: Device, offset: float = 0.0) -> list[Tensor]:
+def place(
+    tensor: SourceTensor, device: Device, offset: float = 0.0, *, plain: bool = False
+) -> list[Tensor]:
     """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it.
 
-    ``offset`` is added to the values of a vector.
+    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as a vector's always are: those of
+    biases and scales of several dimensions.
     """
     info = tensor.info
-    if len(info.shape) < 2:
+    if len(info.shape) < 2 or plain:
         return [Tensor.from_numpy(device, tensor.numpy().astype(np.float32) + np.float32(offset))]
     limit = device.allocator.max_buffer_bytes
     if info.nbytes <= limit and info.numel < MAX_ELEMENTS:

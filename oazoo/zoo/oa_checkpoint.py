@@ -1,7 +1,7 @@
 """Checkpoints that OA wrote: what model they hold, and the same weights and optimizer state in a file that runs here.
 
 OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for one number: how many
-heads its attention has.
+heads its attention has. They tell ByteMamba3 (and ByteEmpyrealm, which is the same), over any vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from oazoo import __version__
-from oazoo.configs import TransformerConfig
+from oazoo.configs import EmpyrealmConfig, ModelConfig, TransformerConfig
 from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig
@@ -22,6 +22,7 @@ from oazoo.text.train import byte_tokenizer_json
 
 _ARCHITECTURE = "RustModule"
 _AROUND, _OF_A_LAYER = 6, 16  # tensors: embeddings, last norm, head; and those of each layer
+_OF_EMPYREALM = 10
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -30,6 +31,18 @@ def is_oa(source: OamSource) -> bool:
     return source.config.architecture == _ARCHITECTURE and set(source) == {
         f"p{index}" for index in range(len(source))
     }
+
+
+def oa_config(shapes: Shapes, heads: int | None, where: str) -> ModelConfig:
+    """The configuration of a model of OA's; arguments and errors as for :func:`transformer_config`."""
+    listed = [shapes[f"p{index}"] for index in range(len(shapes))]
+    if len(listed) == _OF_EMPYREALM and len(listed[0]) == 2:
+        config = EmpyrealmConfig.byte_mamba3(listed[0][0])
+        if list(config.parameters().values()) == listed:
+            if heads is not None:
+                raise UsageError(f"{where}: is OA's ByteMamba3, whose sizes are known; leave --heads out")
+            return config
+    return transformer_config(shapes, heads, where)
 
 
 def transformer_config(shapes: Shapes, heads: int | None, where: str) -> TransformerConfig:
@@ -89,7 +102,7 @@ def import_oa(
     heads: int | None = None,
     vocabulary: Path | None = None,
     overwrite: bool = False,
-) -> TransformerConfig:
+) -> ModelConfig:
     """Write a checkpoint of OA's as a file that runs, and trains on: weights, optimizer state and progress unchanged.
 
     Args:
@@ -107,7 +120,7 @@ def import_oa(
         if not is_oa(source):
             raise FormatError(f"{path}: is not a checkpoint that OA wrote")
         shapes = {name: tensor.info.shape for name, tensor in source.items()}
-        config = transformer_config(shapes, heads, str(path))
+        config = oa_config(shapes, heads, str(path))
         assets = dict[str, bytes]()
         if vocabulary is not None:
             assets["oa_bpe_v1.txt"] = vocabulary.read_bytes()
