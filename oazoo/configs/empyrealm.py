@@ -39,7 +39,7 @@ class EmpyrealmConfig(StrictJson):
 
     @classmethod
     def byte_mamba3(cls, vocab_size: int = 256) -> Self:
-        """OA's ByteMamba3, which is its ByteEmpyrealm: 16 values a head and a state of 32; 25,876 parameters over bytes."""
+        """OA's ByteMamba3, which is its ByteEmpyrealm: 16 values a head and a state of 32; 25,800 parameters over bytes."""
         return cls(
             vocab_size=vocab_size, hidden_size=32, inner_size=64, head_dim=16, state_size=32, output_norm=True
         )
