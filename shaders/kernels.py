@@ -158,7 +158,25 @@ def _training() -> dict[str, KernelSpec]:
     return table
 
 
+#: Widths of the tiles of a state in the recurrence of Mamba-3 on CPU devices.
+MAMBA3_TILES = (16, 32)
+
+
+def _mamba3() -> dict[str, KernelSpec]:
+    """The Mamba-3 block between its two linear layers."""
+    table = {f"mamba3_sweep_lanes_{d}": KernelSpec("mamba3_scan", f"sweepLanes<{d}>") for d in MAMBA3_TILES}
+    table["mamba3_sweep_group"] = KernelSpec("mamba3_scan", "sweepGroup")
+    table["mamba3_pass"] = KernelSpec("mamba3_scan", "pass")
+    table["mamba3_spread"] = KernelSpec("mamba3_gate", "spread")
+    table["mamba3_start"] = KernelSpec("mamba3_start", "start")
+    for lanes in ("Wave8", "Group32"):
+        for module, entry in (("operands", "gains"), ("operands", "walk"), ("gate", "gate")):
+            table[f"mamba3_{entry}_{lanes.lower()}"] = KernelSpec(f"mamba3_{module}", f"{entry}{lanes}")
+    return table
+
+
 KERNELS: dict[str, KernelSpec] = {
+    **_mamba3(),
     **_training(),
     **_products(),
     **_rows(),

@@ -35,7 +35,7 @@ class Mamba3Config(StrictJson):
     ``output_norm``: RMSNorm over each head before the gate. ``mlp_size``: width of the MLP as asked for, 0 for none;
     see :attr:`mlp_width`. ``a_floor``: least decay. ``a_form``: how A follows from its raw value; checkpoints do not state
     it, and the reference has used ``"heavy_tail"`` since June 2026, ``"softplus"`` before.
-    ``variant``: ``"oa"`` is the block as OA 0.8.6 has it: dt is clamped to ``dt_min`` to ``dt_max``, angles enter as they are,
+    ``variant``: ``"oa"`` is the block as OA 0.8.6 has it: dt is clamped to ``dt_min`` … ``dt_max``, angles are raw,
     the norms of B and C have no weights, and neighbours turn together at every rank.
     ``dt_min``, ``dt_max``, ``dt_init_floor`` otherwise matter for initialisation only, ``chunk_size`` for evaluation only.
     """

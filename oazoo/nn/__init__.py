@@ -30,8 +30,10 @@ from oazoo.nn.layers import (
     gated_linear,
     project,
 )
+from oazoo.nn.mamba3 import Mamba3Block
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
 from oazoo.nn.rope import RoPE
+from oazoo.runtime.ops.mamba3 import Mamba3States
 
 __all__ = [
     "ELU",
@@ -48,6 +50,8 @@ __all__ = [
     "LeakyReLU",
     "Linear",
     "LogSoftmax",
+    "Mamba3Block",
+    "Mamba3States",
     "Mish",
     "Module",
     "ModuleList",
