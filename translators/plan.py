@@ -324,7 +324,8 @@ def _with_choices(translation: Translation, chosen: Mapping[str, str], where: st
             )
         if value not in options:
             raise UsageError(f"{name} is one of {', '.join(options)}, not {value[:40]!r}")
-        config = replace(config, **{name: value})
+        changed: dict[str, Any] = {name: value}
+        config = replace(config, **changed)
     notes = [note for note in translation.notes if not any(f"--set {name}=" in note for name in chosen)]
     return replace(translation, config=config, notes=notes)
 

@@ -33,9 +33,7 @@ __all__ = [
     "config_from_json",
 ]
 
-ModelConfig = (
-    DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | EmpyrealmConfig
-)
+ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | EmpyrealmConfig
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
     cls.family: cls

@@ -52,7 +52,11 @@ class EmpyrealmConfig(StrictJson):
     def mixer(self) -> Mamba3Config:
         """The mixer as a model of its own would have it."""
         return Mamba3Config(
-            used_vocab_size=self.vocab_size, num_layers=1, variant="oa", tied_embeddings=False, **self.to_json()
+            used_vocab_size=self.vocab_size,
+            num_layers=1,
+            variant="oa",
+            tied_embeddings=False,
+            **self.to_json(),
         )
 
     def parameters(self) -> dict[str, tuple[int, ...]]:

@@ -116,7 +116,9 @@ class StateCache(Cache):
         layers: the tensors of each layer by name, f32; all zero at the beginning of a sequence.
     """
 
-    def __init__(self, device: Device, layers: Sequence[Mapping[str, tuple[int, ...]]], capacity: int) -> None:
+    def __init__(
+        self, device: Device, layers: Sequence[Mapping[str, tuple[int, ...]]], capacity: int
+    ) -> None:
         """States of these shapes, for a sequence of any length.
 
         Raises:

@@ -15,10 +15,11 @@ from oazoo.models.sequences import Context, Sequences
 from oazoo.models.session import CausalModel, Layer
 from oazoo.nn.initial import Initial, by_width, normal
 from oazoo.nn.layers import Embedding, Linear, RMSNorm, gated_linear, project
-from oazoo.nn.mamba3 import Mamba3Block, Mamba3States
+from oazoo.nn.mamba3 import Mamba3Block
 from oazoo.nn.module import Module, ModuleList
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.linear import linear
+from oazoo.runtime.ops.mamba3 import Mamba3States
 
 
 class MLP(Module):

@@ -18,6 +18,7 @@ from oazoo.nn.activations import (
 from oazoo.nn.attention import MultiHeadAttention
 from oazoo.nn.blocks import MLP, Sequential, TransformerBlock
 from oazoo.nn.dropout import Dropout
+from oazoo.nn.empyrealm import EmpyrealmCore
 from oazoo.nn.feed_forward import FFN, SwiGLU
 from oazoo.nn.layers import (
     Adapter,
@@ -46,6 +47,7 @@ __all__ = [
     "ByteOutputHead",
     "Dropout",
     "Embedding",
+    "EmpyrealmCore",
     "LayerNorm",
     "LeakyReLU",
     "Linear",

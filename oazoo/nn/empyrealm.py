@@ -6,9 +6,10 @@ from typing import Any
 
 from oazoo.errors import UsageError
 from oazoo.nn.layers import Embedding, Linear
-from oazoo.nn.mamba3 import Mamba3Block, Mamba3States
+from oazoo.nn.mamba3 import Mamba3Block
 from oazoo.nn.module import Module
 from oazoo.runtime import Device, Tensor
+from oazoo.runtime.ops.mamba3 import Mamba3States
 
 
 class EmpyrealmCore(Module):

@@ -287,13 +287,11 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
     model.load(provide)
 
 
-def place(
-    tensor: SourceTensor, device: Device, offset: float = 0.0, *, plain: bool = False
-) -> list[Tensor]:
+def place(tensor: SourceTensor, device: Device, offset: float = 0.0, *, plain: bool = False) -> list[Tensor]:
     """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it.
 
-    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as a vector's always are: those of
-    biases and scales of several dimensions.
+    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as a vector's always are; so are those
+    of biases and scales of several dimensions.
     """
     info = tensor.info
     if len(info.shape) < 2 or plain:

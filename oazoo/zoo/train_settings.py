@@ -26,7 +26,9 @@ _MAX_ROWS = 1 << 20
 def _is_matrix(name: str, tensor: Tensor) -> bool:
     """Whether a parameter multiplies: not a vector, nor a bias or a scale for each head of Mamba-3, whatever their shape."""
     last = name.rpartition(".")[2]
-    return len(tensor.shape) > 1 and not last.endswith(("_bias", "norm_weight")) and not last.startswith("mimo_")
+    return (
+        len(tensor.shape) > 1 and not last.endswith(("_bias", "norm_weight")) and not last.startswith("mimo_")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ def test_through_the_command_line(byte_model: Path, tmp_path: Path) -> None:
     [
         ("oam_transformer_muon", None, UsageError, "2 layers of width 8; how many heads .* --heads N"),
         ("oam_transformer_muon", 3, UsageError, "must be a multiple of num_heads = 3"),
-        ("oam_bytemamba3_adam", None, FormatError, "10 tensors are not those of a Transformer"),
+        ("oam_bytemamba3_adam", 4, UsageError, "ByteMamba3, whose sizes are known; leave --heads out"),
         ("oam_conv2d_sgd", 1, FormatError, "2 tensors are not those of a Transformer"),
     ],
 )
