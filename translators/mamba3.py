@@ -90,8 +90,8 @@ def _translate(checkpoint: Checkpoint) -> Translation:
         residual_in_f32=settings.boolean("residual_in_fp32", True),
     )
     notes = [
-        "the checkpoint does not state the form of A: that of the reference since June 2026 is used (heavy_tail); for an older one "
-        "say --set a_form=softplus",
+        "the checkpoint does not state the form of A: that of the reference since June 2026 is used (heavy_tail); "
+        "for an older one say --set a_form=softplus",
     ]
     ignored, equal = [], []
     if config.tied_embeddings and "lm_head.weight" in source:
