@@ -160,6 +160,14 @@ def _training() -> dict[str, KernelSpec]:
 
 #: Widths of the tiles of a state in the recurrence of Mamba-3 on CPU devices.
 MAMBA3_TILES = (16, 32)
+#: Its kernels that reduce within a workgroup: module, then the name and the entry point of each.
+MAMBA3_ROWS = {
+    "operands": {"gains": "gains", "walk": "walk"},
+    "operands_back": {"gains_back": "gainsBack", "walk_back": "walkBack", "fold": "fold"},
+    "gate": {"gate": "gate"},
+    "gate_back": {"gate_back": "gateBack"},
+    "start": {"start_back": "startBack"},
+}
 
 
 def _mamba3() -> dict[str, KernelSpec]:
@@ -168,10 +176,12 @@ def _mamba3() -> dict[str, KernelSpec]:
     table["mamba3_sweep_group"] = KernelSpec("mamba3_scan", "sweepGroup")
     table["mamba3_pass"] = KernelSpec("mamba3_scan", "pass")
     table["mamba3_spread"] = KernelSpec("mamba3_gate", "spread")
+    table["mamba3_spread_back"] = KernelSpec("mamba3_gate_back", "spreadBack")
     table["mamba3_start"] = KernelSpec("mamba3_start", "start")
     for lanes in ("Wave8", "Group32"):
-        for module, entry in (("operands", "gains"), ("operands", "walk"), ("gate", "gate")):
-            table[f"mamba3_{entry}_{lanes.lower()}"] = KernelSpec(f"mamba3_{module}", f"{entry}{lanes}")
+        for module, entries in MAMBA3_ROWS.items():
+            for entry, kernel in entries.items():
+                table[f"mamba3_{entry}_{lanes.lower()}"] = KernelSpec(f"mamba3_{module}", f"{kernel}{lanes}")
     return table
 
 
