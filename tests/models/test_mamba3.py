@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from oa_goldens import check_gradients, golden, on_device
 from oa_goldens import fill as fill_model
-from oa_goldens import golden, on_device
+from safetensors.numpy import load_file
 
 import oazoo
 from oazoo.configs import EmpyrealmConfig, Mamba3Config, config_from_json
@@ -22,8 +23,11 @@ from oazoo.models import CausalModel, build
 from oazoo.models import session as session_module
 from oazoo.models.cache import StateCache
 from oazoo.runtime import Tensor, get_device
+from oazoo.runtime.ops.loss import cross_entropy
+from oazoo.runtime.tape import GradientTape
 from oazoo.text import Tokenizer
 from oazoo.text.train import byte_tokenizer_json
+from oazoo.translators.mamba3 import source_name
 from oazoo.zoo.calibrate import calibrate
 
 Array = npt.NDArray[Any]
@@ -70,6 +74,28 @@ def test_logits_however_they_come_about(
     assert apart(session.decode(int(ids[10])), row[10]) < 1e-4
     assert apart(session.prefill(ids[11:]), row[-1]) < 1e-4
     assert session.position == len(ids)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradients(case: tuple[CausalModel, dict[str, Array]], checkpointing: bool) -> None:
+    """Of the mean cross-entropy over the padded vocabulary, with respect to every weight."""
+    model, io = case
+    model.requires_grad_()
+    model.checkpointing = checkpointing
+    tokens = io["tokens"].astype(np.int32)
+    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].reshape(-1).copy()
+    with GradientTape() as tape:
+        loss = model.loss(on_device(inputs), on_device(targets))
+    tape.backward(loss)
+    assert abs(float(loss.numpy()[0]) - float(io["loss"][0])) < 1e-5
+    wanted = load_file(DATA / str(io["name"]) / "grads.safetensors")
+    for name, parameter in model.named_parameters():
+        gradient = parameter.tensor.grad
+        assert gradient is not None, name
+        source = wanted[source_name(name)]
+        if ".mlp.up." in name or ".mlp.gate." in name:  # values first, then their gates
+            source = np.split(source, 2)[".mlp.gate." in name]
+        assert apart(gradient.numpy(), source) <= 1e-3 * np.abs(source).max(), name
 
 
 def test_greedy_continuation(case: tuple[CausalModel, dict[str, Array]]) -> None:
@@ -245,8 +271,12 @@ def test_models_of_oa(name: str) -> None:
     assert {n: p.shape for n, p in model.named_parameters()} == config.parameters()
     assert list(config.parameters()) == [n for n, _ in model.named_parameters()]
     fill_model(model, {k: v for k, v in arrays.items() if "after" not in k})
-    found = model.forward(on_device(arrays["tokens"])).numpy()
-    assert apart(found, arrays["logits"]) < 1e-5
+    with GradientTape() as tape:
+        logits = model.forward(on_device(arrays["tokens"]))
+        loss = cross_entropy(logits, on_device(arrays["targets"]))
+    assert apart(logits.numpy(), arrays["logits"]) < 1e-5
+    tape.backward(loss)
+    check_gradients(model, arrays)
     session = model.new_session(1)
     steps = np.stack([session.decode(int(token)) for token in arrays["tokens"][1]])
     assert apart(steps, arrays["logits"][16:]) < 1e-5
