@@ -13,7 +13,7 @@ from typing import Any
 
 from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats.gguf_split import first_part
-from oazoo.formats.mapped import MappedFile
+from oazoo.formats.mapped import MappedFile, open_regular
 from oazoo.formats.messages import quoted, some
 from oazoo.formats.safetensors import SafetensorsSource
 from oazoo.formats.source import SourceTensor, WeightSource
@@ -22,6 +22,9 @@ from oazoo.formats.strict_json import Cursor, decode_utf8
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX = 1 << 26
 MAX_SHARDS = 4096
+#: The whole model as torch.save writes it: a zip, of which tensors are read without running anything.
+TORCH_NAME = "pytorch_model.bin"
+_ZIP = b"PK\x03\x04"
 
 
 class ShardedSource(WeightSource):
@@ -115,6 +118,8 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
             f"{folder}: holds {len(candidates)} sets of weights; name the one you mean: "
             f"{some([str(path) for path in candidates])}"
         )
+    if pickles == [TORCH_NAME] and _is_zip(folder / TORCH_NAME):
+        return folder / TORCH_NAME, ()
     if pickles:
         raise UsageError(
             f"{folder}: has only {some(pickles)}, which may be Python pickles: they can run code when loaded and are "
@@ -123,6 +128,11 @@ def find_weights(folder: Path) -> tuple[Path, tuple[str, ...]]:
             "nanoGPT can be named itself: its tensors are read without its code"
         )
     raise UsageError(f"{folder}: holds no weights (no .safetensors, .gguf, .oam or .onnx file)")
+
+
+def _is_zip(path: Path) -> bool:
+    with open_regular(path) as file:
+        return file.read(len(_ZIP)) == _ZIP
 
 
 def _read_index(path: Path) -> tuple[int | None, dict[str, str]]:

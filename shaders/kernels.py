@@ -180,7 +180,12 @@ def _images() -> dict[str, KernelSpec]:
         table[f"channel_sums_{lanes.lower()}"] = KernelSpec("convolution", f"channelSums{lanes}")
         table[f"batch_stats_{lanes.lower()}"] = KernelSpec("batch_norm", f"stats{lanes}")
         table[f"batch_norm_sums_{lanes.lower()}"] = KernelSpec("batch_norm", f"sums{lanes}")
-        for name, entry in (("half_norms", "halfNorms"), ("follow", "follow"), ("revive", "revive"), ("choose", "choose")):
+        for name, entry in (
+            ("half_norms", "halfNorms"),
+            ("follow", "follow"),
+            ("revive", "revive"),
+            ("choose", "choose"),
+        ):
             table[f"codes_{name}_{lanes.lower()}"] = KernelSpec("quantizer", f"{entry}{lanes}")
     table["codes_gather"] = KernelSpec("quantizer", "gather")
     table["kept_stats"] = KernelSpec("batch_norm", "keptStats")
@@ -195,8 +200,36 @@ def _images() -> dict[str, KernelSpec]:
     return table
 
 
+#: Widths of the tiles of a state in the recurrence of Mamba-3 on CPU devices.
+MAMBA3_TILES = (16, 32)
+#: Its kernels that reduce within a workgroup: module, then the name and the entry point of each.
+MAMBA3_ROWS = {
+    "operands": {"gains": "gains", "walk": "walk"},
+    "operands_back": {"gains_back": "gainsBack", "walk_back": "walkBack", "fold": "fold"},
+    "gate": {"gate": "gate"},
+    "gate_back": {"gate_back": "gateBack"},
+    "start": {"start_back": "startBack"},
+}
+
+
+def _mamba3() -> dict[str, KernelSpec]:
+    """The Mamba-3 block between its two linear layers."""
+    table = {f"mamba3_sweep_lanes_{d}": KernelSpec("mamba3_scan", f"sweepLanes<{d}>") for d in MAMBA3_TILES}
+    table["mamba3_sweep_group"] = KernelSpec("mamba3_scan", "sweepGroup")
+    table["mamba3_pass"] = KernelSpec("mamba3_scan", "pass")
+    table["mamba3_spread"] = KernelSpec("mamba3_gate", "spread")
+    table["mamba3_spread_back"] = KernelSpec("mamba3_gate_back", "spreadBack")
+    table["mamba3_start"] = KernelSpec("mamba3_start", "start")
+    for lanes in ("Wave8", "Group32"):
+        for module, entries in MAMBA3_ROWS.items():
+            for entry, kernel in entries.items():
+                table[f"mamba3_{entry}_{lanes.lower()}"] = KernelSpec(f"mamba3_{module}", f"{kernel}{lanes}")
+    return table
+
+
 KERNELS: dict[str, KernelSpec] = {
     **_images(),
+    **_mamba3(),
     **_training(),
     **_products(),
     **_rows(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,6 @@ from family_folders import bent, golden
 from gguf import GGUFEndian
 from model_goldens import DATA, source_path
 from onnx import TensorProto, helper, numpy_helper
-from torch_files import save_tensors
 
 Array = npt.NDArray[Any]
 LLAMA3 = {
@@ -127,7 +127,7 @@ ROWS: dict[str, Row] = {
         lambda folder: write_hf(folder, mamba_models.ORIGINAL, mamba_models.tensors("embedding"))
     ),
     "Mamba, the decay itself (weights)": Row(_mamba_gguf),
-    "Mamba-3 (weights)": Row(lambda folder: DATA / "mamba3" / "lm_siso"),
+    "Mamba-3": Row(lambda folder: DATA / "mamba3" / "lm_siso"),
 }
 
 
@@ -205,7 +205,7 @@ def _big_endian(folder: Path) -> Path:
 def _pytorch_bin(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(mamba_models.ORIGINAL))
-    save_tensors(folder / "pytorch_model.bin", mamba_models.tensors("embedding"))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"backbone.norm_f.weight": [1.0]}))
     return folder
 
 
@@ -227,7 +227,7 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
     "`Mamba2ForCausalLM`": _declared("Mamba2ForCausalLM"),
     "FalconMamba": _declared("FalconMambaForCausalLM"),
     "Mamba with layers of attention": _mamba({"attn_layer_idx": [1]}),
-    "a folder with `pytorch_model.bin` alone": _pytorch_bin,
+    "a folder with a bare pickle alone, as `pytorch_model.bin` was before PyTorch 1.6": _pytorch_bin,
     "Mixtral in GGUF with a tensor for each expert (before April 2024)": _old_mixtral,
     "GPTQ, AWQ, bitsandbytes and other packed checkpoints": _declared(
         "LlamaForCausalLM", quantization_config={"quant_method": "gptq", "bits": 4}

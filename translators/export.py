@@ -249,7 +249,9 @@ class _Export:
         if plan.container == "gguf":
             return {}
         settings = plan.out.settings if plan.container == "safetensors" else {}
-        files = hf_files(settings, plan.assets, plan.config, plan.main_encoding, plan.provenance)
+        files = hf_files(
+            settings, plan.assets, plan.config, plan.main_encoding, plan.provenance, alone=plan.out.alone
+        )
         return (
             files
             if plan.container == "safetensors"

@@ -60,6 +60,8 @@ class Outgoing:
     notes: tuple[str, ...] = ()
     reads_as: ModelConfig | None = None
     graph: Callable[[Mapping[str, str]], GraphPlan] | None = None
+    #: config.json holds the settings and nothing else: the program that reads it takes nothing else.
+    alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ def hf_files(
     config: ModelConfig,
     encoding: str,
     source: Mapping[str, Any],
+    *,
+    alone: bool = False,
 ) -> dict[str, bytes]:
     """Name → bytes of config.json, generation_config.json, tokenizer files and a model card.
 
@@ -36,6 +38,7 @@ def hf_files(
         config: the typed config.
         encoding: what most weights are stored as.
         source: provenance, for the card.
+        alone: config.json holds ``settings`` and nothing else.
     """
     ids = _ids(assets.generation)
     dtype = TORCH_DTYPES[encoding]
@@ -48,6 +51,7 @@ def hf_files(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+    document = dict(settings) if alone else document
     sampling = {
         theirs: assets.generation[ours] for ours, theirs in _SAMPLING.items() if ours in assets.generation
     }

@@ -1,5 +1,5 @@
 """Mamba-3 checkpoints of the state-spaces/mamba repository: config.json with ``d_model`` and ``ssm_cfg``, names that begin
-with ``backbone.``. Both directions; running comes later.
+with ``backbone.``. Both directions.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import math
 from typing import Any
 
 from oazoo.configs import Mamba3Config
+from oazoo.configs.mamba3 import A_FORMS
 from oazoo.errors import TranslationError
 from oazoo.translators.exporter import Exporter, Outgoing
-from oazoo.translators.rules import Ignored, Rule
+from oazoo.translators.rules import Identity, Ignored, Rule, Slice, Transform
 from oazoo.translators.settings import Settings
 from oazoo.translators.translator import Checkpoint, Translation, Translator
 
@@ -20,17 +21,9 @@ _NAMES = {
     "head": "lm_head",
     "layer.norm": "norm",
     "layer.mlp_norm": "norm2",
-    "layer.mlp.up_gate": "mlp.fc1",
+    "layer.mlp.up": "mlp.fc1",
+    "layer.mlp.gate": "mlp.fc1",
     "layer.mlp.down": "mlp.fc2",
-    "layer.mixer.in": "mixer.in_proj",
-    "layer.mixer.out": "mixer.out_proj",
-    "layer.mixer.norm": "mixer.norm",
-    "layer.mixer.b_norm": "mixer.B_norm",
-    "layer.mixer.c_norm": "mixer.C_norm",
-}
-#: Parameters that are no layers' weights.
-_LOOSE = {"dt_bias": "dt_bias", "b_bias": "B_bias", "c_bias": "C_bias", "d": "D"} | {
-    f"mimo_{part}": f"mimo_{part}" for part in "xzo"
 }
 
 
@@ -40,16 +33,22 @@ def source_name(target: str) -> str:
     if target.startswith("layers."):
         _, number, rest = target.split(".", 2)
         at = f"backbone.layers.{number}."
-        loose = _LOOSE.get(rest.removeprefix("mixer."))
-        if loose is not None:
-            return f"{at}mixer.{loose}"
+        if rest.startswith("mixer."):
+            return at + rest
         rest = f"layer.{rest}"
     return f"{at}{_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
 def rules(config: Mamba3Config) -> list[Rule]:
     """The map; run backwards for export."""
-    return [Rule(target, (source_name(target),)) for target in config.parameters()]
+    inner = config.mlp_width
+    # The first half of fc1 gives values, the second their gates.
+    halves = {"up": Slice(0, 0, inner, 2 * inner), "gate": Slice(0, inner, 2 * inner, 2 * inner)}
+
+    def transform(target: str) -> Transform:
+        return halves.get(target.split(".")[-2], Identity()) if ".mlp." in target else Identity()
+
+    return [Rule(target, (source_name(target),), transform(target)) for target in config.parameters()]
 
 
 def _translate(checkpoint: Checkpoint) -> Translation:
@@ -91,14 +90,14 @@ def _translate(checkpoint: Checkpoint) -> Translation:
         residual_in_f32=settings.boolean("residual_in_fp32", True),
     )
     notes = [
-        "the weights are kept; running Mamba-3 is not there yet",
-        "the checkpoint does not state the form of A: that of the reference since June 2026 is noted (heavy_tail)",
+        "the checkpoint does not state the form of A: that of the reference since June 2026 is used (heavy_tail); "
+        "for an older one say --set a_form=softplus",
     ]
     ignored, equal = [], []
     if config.tied_embeddings and "lm_head.weight" in source:
         ignored.append(Ignored(r"lm_head\.weight", "a copy of the tied embedding"))
         equal.append(("lm_head.weight", "backbone.embedding.weight"))
-    return Translation(config, rules(config), ignored, notes, equal)
+    return Translation(config, rules(config), ignored, notes, equal, {"a_form": A_FORMS})
 
 
 def _export(config: Mamba3Config) -> Outgoing:
@@ -139,7 +138,7 @@ def _export(config: Mamba3Config) -> Outgoing:
         "pad_vocab_size_multiple": next(padded, config.vocab_size),
         "tie_embeddings": config.tied_embeddings,
     }
-    return Outgoing("hf", "Mamba3", settings, rules(config))
+    return Outgoing("hf", "Mamba3", settings, rules(config), alone=True)
 
 
 def _ratio(inner: int, hidden: int) -> int | float:
@@ -150,5 +149,5 @@ def _ratio(inner: int, hidden: int) -> int | float:
     return ratio if int(ratio * hidden) == inner else math.nextafter(ratio, math.inf)
 
 
-TRANSLATORS = (Translator("mamba3", "Mamba-3 (weights)", ("hf:Mamba3",), _translate),)
+TRANSLATORS = (Translator("mamba3", "Mamba-3", ("hf:Mamba3",), _translate),)
 EXPORTERS = (Exporter("mamba3", "hf", "Mamba3", _export),)

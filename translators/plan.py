@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,6 +257,7 @@ def plan(
     with_tokenizer: bool = True,
     provenance: Mapping[str, Any] | None = None,
     own: Sequence[Translator] = (),
+    chosen: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plan the conversion of a checkpoint.
 
@@ -270,9 +271,10 @@ def plan(
         provenance: what is known of the source; see :func:`oazoo.translators.convert.convert`.
         own: translators of a map of the caller's (:func:`oazoo.translators.own_map.load_map`), to be used instead of all
             others.
+        chosen: what the checkpoint does not state: names and values that the translator lets a person choose.
 
     Raises:
-        UsageError: an unknown ``arch`` or ``dtype``, unknown provenance, or no such file.
+        UsageError: an unknown ``arch`` or ``dtype``, unknown provenance, nothing of that name to choose, or no such file.
         FormatError: a damaged file.
         TranslationError: an unsupported architecture or feature; tensors that are missing, unexpected or
             misshapen.
@@ -291,7 +293,7 @@ def plan(
         checkpoint = decode_fp8(checkpoint)
         refuse_packed(checkpoint)
         translator = choose(checkpoint, arch, own)
-        translation = translator.translate(checkpoint)
+        translation = _with_choices(translator.translate(checkpoint), chosen or {}, checkpoint.where)
         checked = check(checkpoint, translation, dtype)
         rows = translation.config.vocab_size
         side_files: tuple[Path, ...] = ()
@@ -325,6 +327,24 @@ def plan(
         if opened is not source:
             opened.close()
         raise
+
+
+def _with_choices(translation: Translation, chosen: Mapping[str, str], where: str) -> Translation:
+    """A translation with what a person chose in place of what would be assumed."""
+    config = translation.config
+    for name, value in chosen.items():
+        options = translation.choices.get(name)
+        if options is None or isinstance(config, RawConfig):
+            known = ", ".join(translation.choices) or "nothing"
+            raise UsageError(
+                f"{where}: there is no {name[:40]!r} to set for a {config.family} model; there is {known}"
+            )
+        if value not in options:
+            raise UsageError(f"{name} is one of {', '.join(options)}, not {value[:40]!r}")
+        changed: dict[str, Any] = {name: value}
+        config = replace(config, **changed)
+    notes = [note for note in translation.notes if not any(f"--set {name}=" in note for name in chosen)]
+    return replace(translation, config=config, notes=notes)
 
 
 def _own_name(checkpoint: Checkpoint) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from oazoo.configs import ModelConfig
 from oazoo.errors import TranslationError, UsageError
+from oazoo.formats.hf_folder import TORCH_NAME
 from oazoo.formats.source import WeightSource
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.rules import Ignored, Rule
@@ -69,6 +70,8 @@ class Translation:
     notes: Sequence[str] = ()
     #: Pairs of source tensors that must hold the same bytes: (ignored copy, the one that is used).
     equal: Sequence[tuple[str, str]] = ()
+    #: What a checkpoint does not state and a person may: field of the config → its possible values (``--set``).
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     #: Keep tensors of every type, also those that are no weights by themselves (integers, 8-bit floats, …).
     any_type: bool = False
 
@@ -279,7 +282,9 @@ def open_checkpoint(source: WeightSource, arch: str = "auto", *, own_map: bool =
     if source.format == "onnx":
         own = "oazoo.graph" in (source.metadata.get("properties") or {})
         return Checkpoint(source, "onnx", source.metadata, None, ("oazoo" if own else "graph",))
-    if source.format == "torch":
+    beside = source.format == "torch" and source.path.name == TORCH_NAME
+    beside = beside and (source.path.parent / "config.json").is_file()
+    if source.format == "torch" and not beside:
         if not isinstance(source.metadata.get("model_args"), Mapping):
             if own_map:
                 return Checkpoint(source, "torch", source.metadata, None, ())
@@ -293,7 +298,7 @@ def open_checkpoint(source: WeightSource, arch: str = "auto", *, own_map: bool =
         if not isinstance(name, str) or not name:
             raise TranslationError(f"{source.path}: the GGUF metadata has no general.architecture")
         return Checkpoint(source, "gguf", source.metadata, None, (name,))
-    if source.format == "safetensors":
+    if source.format == "safetensors" or beside:
         folder = source.path if source.path.is_dir() else source.path.parent
         path = folder / "config.json"
         shard = _SHARD.search(source.path.name)

@@ -57,6 +57,13 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="The oa_bpe_v1 or oazoo_char_v1 vocabulary of such a checkpoint; without one, 256 tokens are the bytes.",
 )
+@click.option(
+    "--set",
+    "chosen",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What the checkpoint does not state, such as a_form=softplus for a Mamba-3 of before June 2026.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="Weights only.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
 @click.option(
@@ -79,6 +86,7 @@ def command(
     dtype: str,
     heads: int | None,
     vocabulary: Path | None,
+    chosen: tuple[str, ...],
     no_tokenizer: bool,
     dry_run: bool,
     check: bool,
@@ -101,6 +109,7 @@ def command(
         raise click.UsageError("--check-tolerance goes with --check")
     if check and dry_run:
         raise click.UsageError("--check compares what was written; with --dry-run nothing is")
+    settings = _settings(chosen)
     if output is not None:
         check_output(output, overwrite=force)
     if _is_oa(source):
@@ -116,6 +125,7 @@ def command(
                 dtype=dtype,
                 with_tokenizer=not no_tokenizer,
                 map_file=map_file,
+                chosen=settings,
                 progress=progress,
                 notify=say,
             ) as planned,
@@ -142,6 +152,7 @@ def command(
             overwrite=force,
             with_tokenizer=not no_tokenizer,
             map_file=map_file,
+            chosen=settings,
             check=check,
             check_tolerance=check_tolerance,
             progress=progress,
@@ -167,6 +178,17 @@ def command(
         assert isinstance(found, CheckReport)
         _show(found, output)
     return status
+
+
+def _settings(pairs: tuple[str, ...]) -> dict[str, str]:
+    """NAME=VALUE pairs as a dictionary."""
+    settings = dict[str, str]()
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not name or not sign:
+            raise click.UsageError(f"--set takes NAME=VALUE, not {pair[:60]!r}")
+        settings[name] = value
+    return settings
 
 
 def _show(found: CheckReport, output: Path) -> None:

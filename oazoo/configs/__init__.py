@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from oazoo.configs.decoder import DecoderConfig
+from oazoo.configs.empyrealm import EmpyrealmConfig
 from oazoo.configs.mamba import MambaConfig
 from oazoo.configs.mamba3 import Mamba3Config
 from oazoo.configs.nanogpt import NanoGPTConfig
@@ -23,6 +24,7 @@ from oazoo.errors import TranslationError
 
 __all__ = [
     "DecoderConfig",
+    "EmpyrealmConfig",
     "Mamba3Config",
     "MambaConfig",
     "ModelConfig",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | RecurrentConfig
+ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | EmpyrealmConfig
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
     cls.family: cls
@@ -44,6 +47,7 @@ _FAMILIES: dict[str, type[ModelConfig]] = {
         MambaConfig,
         Mamba3Config,
         RecurrentConfig,
+        EmpyrealmConfig,
     )
 }
 

@@ -18,6 +18,8 @@ from oazoo.configs.fields import (
 )
 
 A_FORMS = ("heavy_tail", "softplus")
+#: The module of the state-spaces repository, and that of OA 0.8.6.
+VARIANTS = ("mamba3", "oa")
 ROPE_FRACTIONS = (0.5, 1.0)
 #: The feed-forward's width is rounded up to a multiple of this.
 MLP_MULTIPLE = 128
@@ -33,7 +35,9 @@ class Mamba3Config(StrictJson):
     ``output_norm``: RMSNorm over each head before the gate. ``mlp_size``: width of the MLP as asked for, 0 for none;
     see :attr:`mlp_width`. ``a_floor``: least decay. ``a_form``: how A follows from its raw value; checkpoints do not state
     it, and the reference has used ``"heavy_tail"`` since June 2026, ``"softplus"`` before.
-    ``dt_min``, ``dt_max``, ``dt_init_floor`` matter for initialisation only, ``chunk_size`` for evaluation only.
+    ``variant``: ``"oa"`` is the block as OA 0.8.6 has it: dt is clamped to ``dt_min`` … ``dt_max``, angles are raw,
+    the norms of B and C have no weights, and neighbours turn together at every rank.
+    ``dt_min``, ``dt_max``, ``dt_init_floor`` otherwise matter for initialisation only, ``chunk_size`` for evaluation only.
     """
 
     family: ClassVar[str] = "mamba3"
@@ -54,6 +58,7 @@ class Mamba3Config(StrictJson):
     norm_eps: float = 1e-5
     a_floor: float = 1e-4
     a_form: str = "heavy_tail"
+    variant: str = "mamba3"
     dt_min: float = 1e-3
     dt_max: float = 0.1
     dt_init_floor: float = 1e-4
@@ -96,6 +101,11 @@ class Mamba3Config(StrictJson):
             where,
             f"a_form {self.a_form[:64]!r} is not known; known: {', '.join(A_FORMS)}",
         )
+        check(
+            self.variant in VARIANTS,
+            where,
+            f"variant {self.variant[:64]!r} is not known; known: {', '.join(VARIANTS)}",
+        )
         for name in ("a_floor", "dt_min", "dt_max", "dt_init_floor"):
             value = getattr(self, name)
             check(math.isfinite(value) and 0 < value <= 1e6, where, f"{name} = {value} is out of range")
@@ -128,29 +138,40 @@ class Mamba3Config(StrictJson):
         """Width of the MLP: ``mlp_size`` rounded up to a multiple of 128; 0 without one."""
         return -(-self.mlp_size // MLP_MULTIPLE) * MLP_MULTIPLE
 
+    def block_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every parameter of a block, in file order, by the names that the specification gives them."""
+        heads, rank, states = self.num_heads, self.rank, self.state_size
+        hidden, inner, dim = self.hidden_size, self.inner_size, self.head_dim
+        oa = self.variant == "oa"
+        mimo = [(f"mimo_{name}", (heads, rank, dim)) for name in "xzo"] if self.mimo_rank is not None else []
+        biases = (heads, states) if oa and rank == 1 else (heads, rank, states)
+        shapes: list[tuple[str, tuple[int, ...]]] = [
+            ("in_proj.weight", (self.projected, hidden)),
+            ("dt_bias", (heads,)),
+        ]
+        if not oa:
+            shapes += [("B_norm.weight", (states,)), ("C_norm.weight", (states,))]
+        shapes += [("B_bias", biases), ("C_bias", biases)]
+        if oa:
+            shapes += [*mimo, ("D", (heads,)), ("out_proj.weight", (hidden, inner))]
+            shapes += [("norm_weight", (heads, dim))] if self.output_norm else []
+            return dict(shapes)
+        shapes += [("D", (heads,)), *mimo]
+        shapes += [("norm.weight", (inner,))] if self.output_norm else []
+        return dict([*shapes, ("out_proj.weight", (hidden, inner))])
+
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every parameter, in file order; linear weights are [out, in]."""
-        hidden, heads, rank, states = self.hidden_size, self.num_heads, self.rank, self.state_size
+        hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
             at = f"layers.{layer}"
             shapes[f"{at}.norm.weight"] = (hidden,)
-            shapes[f"{at}.mixer.in.weight"] = (self.projected, hidden)
-            shapes[f"{at}.mixer.dt_bias"] = (heads,)
-            for name in ("b", "c"):
-                shapes[f"{at}.mixer.{name}_norm.weight"] = (states,)
-            for name in ("b", "c"):
-                shapes[f"{at}.mixer.{name}_bias"] = (heads, rank, states)
-            shapes[f"{at}.mixer.d"] = (heads,)
-            if self.mimo_rank is not None:
-                for name in ("x", "z", "o"):
-                    shapes[f"{at}.mixer.mimo_{name}"] = (heads, rank, self.head_dim)
-            if self.output_norm:
-                shapes[f"{at}.mixer.norm.weight"] = (self.inner_size,)
-            shapes[f"{at}.mixer.out.weight"] = (hidden, self.inner_size)
+            shapes |= {f"{at}.mixer.{name}": shape for name, shape in self.block_parameters().items()}
             if self.mlp_width:
                 shapes[f"{at}.mlp_norm.weight"] = (hidden,)
-                shapes[f"{at}.mlp.up_gate.weight"] = (2 * self.mlp_width, hidden)
+                shapes[f"{at}.mlp.gate.weight"] = (self.mlp_width, hidden)
+                shapes[f"{at}.mlp.up.weight"] = (self.mlp_width, hidden)
                 shapes[f"{at}.mlp.down.weight"] = (hidden, self.mlp_width)
         shapes["norm.weight"] = (hidden,)
         if not self.tied_embeddings:

@@ -242,9 +242,11 @@ class TextModel:
 
     def _check_range(self, ids: npt.NDArray[Any]) -> None:
         low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.model.vocab_size:
+        # Rows of a table that only fill it up are no tokens.
+        size = getattr(self.model, "used_vocab_size", self.model.vocab_size)
+        if low < 0 or high >= size:
             raise GenerationError(
-                f"token id {low if low < 0 else high} is outside the model's vocabulary of {self.model.vocab_size}: the "
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of {size}: the "
                 f"tokenizer and the model do not belong together"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from oazoo.configs import (
     DecoderConfig,
+    EmpyrealmConfig,
     Mamba3Config,
     MambaConfig,
     ModelConfig,
@@ -24,7 +25,7 @@ def why_not_run(config: ModelConfig) -> str | None:
     attends = (DecoderConfig, NanoGPTConfig, TransformerConfig)
     if isinstance(config, attends) and config.head_dim > MAX_HEAD_DIM:
         return f"its heads are {config.head_dim} wide; kernels hold heads of up to {MAX_HEAD_DIM}"
-    if isinstance(config, (MambaConfig, Mamba3Config)):
+    if isinstance(config, MambaConfig):
         return f"its weights are kept; running models of the family {config.family!r} is not there yet"
     return None
 
@@ -50,6 +51,14 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
         from oazoo.models.recurrent import Recurrent
 
         return Recurrent(config, device)
+    if isinstance(config, Mamba3Config):
+        from oazoo.models.mamba3 import Mamba3
+
+        return Mamba3(config, device)
+    if isinstance(config, EmpyrealmConfig):
+        from oazoo.models.empyrealm import Empyrealm
+
+        return Empyrealm(config, device)
     assert isinstance(config, NanoGPTConfig)
     from oazoo.models.nanogpt import NanoGPT
 

@@ -19,6 +19,7 @@ from oazoo.nn.attention import MultiHeadAttention
 from oazoo.nn.blocks import MLP, Sequential, TransformerBlock
 from oazoo.nn.convolution import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from oazoo.nn.dropout import Dropout
+from oazoo.nn.empyrealm import EmpyrealmCore
 from oazoo.nn.feed_forward import FFN, SwiGLU
 from oazoo.nn.images import AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, MaxPool2d, Upsample
 from oazoo.nn.layers import (
@@ -32,11 +33,13 @@ from oazoo.nn.layers import (
     gated_linear,
     project,
 )
+from oazoo.nn.mamba3 import Mamba3Block
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
 from oazoo.nn.patches import PatchEmbed
 from oazoo.nn.quantizer import Quantized, ResidualVectorQuantizer, VectorQuantizer
 from oazoo.nn.recurrent import GRU, RNN, GRUCell, RecurrentCell, RNNCell
 from oazoo.nn.rope import RoPE
+from oazoo.runtime.ops.mamba3 import Mamba3States
 
 __all__ = [
     "ELU",
@@ -58,11 +61,14 @@ __all__ = [
     "ConvTranspose2d",
     "Dropout",
     "Embedding",
+    "EmpyrealmCore",
     "GRUCell",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
     "LogSoftmax",
+    "Mamba3Block",
+    "Mamba3States",
     "MaxPool2d",
     "Mish",
     "Module",

@@ -123,6 +123,7 @@ def check_conversion(
     *,
     arch: str = "auto",
     tolerance: float | None = None,
+    chosen: Mapping[str, str] | None = None,
     device: Device | None = None,
 ) -> CheckReport:
     """Compare a converted file with its source.
@@ -133,6 +134,7 @@ def check_conversion(
         arch: as for the conversion.
         tolerance: largest difference of a logit that counts as equal; by default :data:`TOLERANCE` of the largest logit,
             and twice what rounding explains.
+        chosen: as for the conversion.
         device: where the converted model runs; the default device if None.
 
     Raises:
@@ -147,7 +149,7 @@ def check_conversion(
         checkpoint = decode_fp8(open_checkpoint(opened, arch, own_map=True))
         try:
             reference = reference_for(
-                checkpoint.source, checkpoint.naming, checkpoint.config, checkpoint.declared
+                checkpoint.source, checkpoint.naming, checkpoint.config, checkpoint.declared, chosen or {}
             )
         except NoReferenceError as error:
             return CheckReport(why_not=str(error))
@@ -189,7 +191,7 @@ def _why_not(report: ConversionReport) -> str:
 def _prompts(model: TextModel, limit: int | None) -> list[tuple[str, Ids]]:
     """A few prompts: texts where there is a tokenizer, and ids spread over the whole vocabulary."""
     longest = min(MAX_TOKENS, model.model.max_positions, limit or MAX_TOKENS)
-    vocabulary = model.model.vocab_size
+    vocabulary = getattr(model.model, "used_vocab_size", model.model.vocab_size)
     prompts: list[tuple[str, Ids]] = []
     if model.has_tokenizer:
         for text in _TEXTS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ def convert(
     overwrite: bool = False,
     with_tokenizer: bool = True,
     map_file: str | Path | None = None,
+    chosen: Mapping[str, str] | None = None,
     check: bool = False,
     check_tolerance: float | None = None,
     progress: Progress | None = None,
@@ -59,6 +60,8 @@ def convert(
         with_tokenizer: carry tokenizer and chat template.
         map_file: a map of your own, ``.toml`` or ``.py``, to be used instead of the built-in ones; see
             docs/tutorial-own-map.md. A Python file is run: name only what you trust.
+        chosen: what the checkpoint does not state and its architecture leaves open, such as ``{"a_form": "softplus"}`` for a
+            Mamba-3 of before June 2026.
         check: compare logits with the source afterwards; the report's ``check`` is then a
             :class:`oazoo.zoo.check.CheckReport`. Needs a Vulkan device. The file is kept whatever the check finds.
         check_tolerance: see :func:`oazoo.zoo.check.check_conversion`.
@@ -86,13 +89,16 @@ def convert(
         provenance=provenance_of(pulled),
         with_tokenizer=with_tokenizer,
         own=own,
+        chosen=chosen,
     )
     if not check:
         return report
     from oazoo.zoo.check import check_conversion
 
     try:
-        found = check_conversion(pulled.path, report, arch="auto" if own else arch, tolerance=check_tolerance)
+        found = check_conversion(
+            pulled.path, report, arch="auto" if own else arch, tolerance=check_tolerance, chosen=chosen
+        )
     except OazooError as error:
         raise type(error)(f"{output} is converted and kept, but could not be checked: {error}") from error
     return replace(report, check=found)
@@ -105,6 +111,7 @@ def plan_conversion(
     dtype: str = "keep",
     with_tokenizer: bool = True,
     map_file: str | Path | None = None,
+    chosen: Mapping[str, str] | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -112,7 +119,13 @@ def plan_conversion(
     own = _own(map_file)
     pulled = fetch(source, progress, notify)
     return plan(
-        pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled), own=own
+        pulled.path,
+        arch,
+        dtype,
+        with_tokenizer=with_tokenizer,
+        provenance=provenance_of(pulled),
+        own=own,
+        chosen=chosen,
     )
 
 

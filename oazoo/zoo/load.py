@@ -206,10 +206,10 @@ def model_config(source: OamSource) -> ModelConfig:
         )
     if is_oa(source):
         shapes = {name: tensor.info.shape for name, tensor in source.items()}
-        known = oa_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
+        config = oa_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
         raise FormatError(
-            f"{source.path}: OA wrote it, without its configuration; it is of the family {known.family!r}. Make it a file "
-            f"that runs, with its optimizer's state: oazoo convert {source.path.name} -o OUT.oam"
+            f"{source.path}: OA wrote it, without its configuration; it is a model of the family {config.family}. "
+            f"Make it a file that runs, with its optimizer's state: oazoo convert {source.path.name} -o OUT.oam"
         )
     if "family" not in metadata or "model" not in metadata:
         raise FormatError(
@@ -276,7 +276,7 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
         nonlocal done
         tensor = source[name]
         try:
-            shards = place(tensor, device, parameter.offset)
+            shards = place(tensor, device, parameter.offset, plain=name.rpartition(".")[2] != "weight")
         except DeviceError as error:
             raise type(error)(f"{name} ({total:,} bytes of weights in all): {error}") from error
         done += tensor.info.nbytes
@@ -287,13 +287,14 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
     model.load(provide)
 
 
-def place(tensor: SourceTensor, device: Device, offset: float = 0.0) -> list[Tensor]:
+def place(tensor: SourceTensor, device: Device, offset: float = 0.0, *, plain: bool = False) -> list[Tensor]:
     """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it.
 
-    ``offset`` is added to the values of a vector.
+    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as a vector's always are: for
+    biases and scales of several dimensions.
     """
     info = tensor.info
-    if len(info.shape) < 2:
+    if len(info.shape) < 2 or plain:
         return [Tensor.from_numpy(device, tensor.numpy().astype(np.float32) + np.float32(offset))]
     limit = device.allocator.max_buffer_bytes
     if info.nbytes <= limit and info.numel < MAX_ELEMENTS:

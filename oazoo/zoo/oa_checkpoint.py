@@ -1,7 +1,8 @@
 """Checkpoints that OA wrote: what model they hold, and the same weights and optimizer state in a file that runs here.
 
 OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for one number: how many
-heads its attention has; and all of a recurrent model's.
+heads its attention has. They tell all of a recurrent model's, and ByteMamba3 (and ByteEmpyrealm, which is the same), over any
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from oazoo import __version__
-from oazoo.configs import ModelConfig, RecurrentConfig, TransformerConfig
+from oazoo.configs import EmpyrealmConfig, ModelConfig, RecurrentConfig, TransformerConfig
 from oazoo.configs.recurrent import GATES
 from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats.oam import OamSource
@@ -28,6 +29,7 @@ from oazoo.zoo.tokenizers import load_tokenizer
 _ARCHITECTURE = "RustModule"
 _AROUND, _OF_A_LAYER = 6, 16  # tensors: embeddings, last norm, head; and those of each layer
 _AROUND_STATES, _OF_A_CELL = 3, 4
+_OF_EMPYREALM = 10
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -41,6 +43,12 @@ def is_oa(source: OamSource) -> bool:
 def oa_config(shapes: Shapes, heads: int | None, where: str) -> ModelConfig:
     """The configuration of a model of OA's; arguments and errors as for :func:`transformer_config`."""
     listed = [shapes[f"p{index}"] for index in range(len(shapes))]
+    if len(listed) == _OF_EMPYREALM and len(listed[0]) == 2:
+        config = EmpyrealmConfig.byte_mamba3(listed[0][0])
+        if list(config.parameters().values()) == listed:
+            if heads is not None:
+                raise UsageError(f"{where}: is OA's ByteMamba3, whose sizes are known; leave --heads out")
+            return config
     known = recurrent_config(listed)
     if known is None:
         return transformer_config(shapes, heads, where)

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from oazoo.configs import DecoderConfig, ModelConfig, NanoGPTConfig, RecurrentConfig, TransformerConfig
+from oazoo.configs import (
+    DecoderConfig,
+    EmpyrealmConfig,
+    Mamba3Config,
+    ModelConfig,
+    NanoGPTConfig,
+    RecurrentConfig,
+    TransformerConfig,
+)
 from oazoo.errors import UsageError
 from oazoo.text.vocabulary import VocabularyKind
 
@@ -79,6 +87,30 @@ def _oa_recurrent(cell: str) -> Callable[[int, int], ModelConfig]:
     return lambda vocabulary, context: replace(RecurrentConfig.byte_model(cell), vocab_size=vocabulary)
 
 
+def _mamba3(
+    hidden: int, layers: int, head_dim: int, states: int, inner: int
+) -> Callable[[int, int], ModelConfig]:
+    """Mamba-3 with a gated MLP in each layer, tied embeddings; sequences have no longest length."""
+
+    def make(vocabulary: int, context: int) -> ModelConfig:
+        return Mamba3Config(
+            vocab_size=vocabulary,
+            used_vocab_size=vocabulary,
+            hidden_size=hidden,
+            num_layers=layers,
+            inner_size=2 * hidden,
+            head_dim=head_dim,
+            state_size=states,
+            mlp_size=inner,
+        )
+
+    return make
+
+
+def _oa_mamba3(vocabulary: int, context: int) -> ModelConfig:
+    return EmpyrealmConfig.byte_mamba3(vocabulary)
+
+
 def _oa_transformer(vocabulary: int, context: int) -> ModelConfig:
     return replace(TransformerConfig.byte_transformer(), vocab_size=vocabulary, max_positions=context)
 
@@ -89,6 +121,8 @@ _OA_ARCHITECTURES: dict[str, Callable[[int, int], ModelConfig]] = {
     "Rnn": _oa_recurrent("rnn"),
     "Gru": _oa_recurrent("gru"),
     "Transformer": _oa_transformer,
+    "Mamba3": _oa_mamba3,
+    "Empyrealm": _oa_mamba3,  # another name for the same function
 }
 #: Each comes over each kind of vocabulary: OA's prefix, how many tokens at most, and the line on it.
 _OA_VOCABULARIES: dict[VocabularyKind, tuple[str, int | None, str]] = {
@@ -115,6 +149,14 @@ PRESETS: dict[str, Preset] = {
     "nanogpt-tiny": Preset("GPT-2 style, 1.3 M parameters", _nanogpt(128, 4, 4), "words", 2048, 128),
     "nanogpt-small": Preset("GPT-2 style, 2.4 M parameters", _nanogpt(192, 4, 6), "words", 2048, 256),
     "nanogpt-base": Preset("GPT-2 style, 30 M parameters", _nanogpt(512, 8, 8), "words", 8192, 512),
+    "mamba3-bytelm-tiny": Preset(
+        "Mamba-3 over bytes, 0.2 M parameters", _mamba3(64, 3, 16, 16, 128), "byte", None, 128
+    ),
+    "mamba3-bytelm-small": Preset(
+        "Mamba-3 over bytes, 0.9 M parameters", _mamba3(128, 4, 32, 32, 256), "byte", None, 256
+    ),
+    "mamba3-tiny": Preset("Mamba-3, 0.5 M parameters", _mamba3(96, 3, 16, 16, 128), "words", 2048, 128),
+    "mamba3-small": Preset("Mamba-3, 1.1 M parameters", _mamba3(128, 4, 32, 32, 256), "words", 2048, 256),
     **_oa_presets(),
 }
 

@@ -41,6 +41,7 @@ _NEVER = (
             "*.dt_bias",
             "*.[bBcC]_bias",
             "*.mimo_[xzo]",
+            "*.mixer.norm_weight",
         ),
         "state of a recurrence",
     ),

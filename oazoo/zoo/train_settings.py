@@ -23,6 +23,14 @@ _FULL_RATES = {"adamw": 5e-5, "adam": 5e-5, "muon": 5e-4, "sgd": 1e-2}
 _MAX_ROWS = 1 << 20
 
 
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether a parameter multiplies: not a vector, nor a bias or a scale for each head of Mamba-3, whatever their shape."""
+    last = name.rpartition(".")[2]
+    return (
+        len(tensor.shape) > 1 and not last.endswith(("_bias", "norm_weight")) and not last.startswith("mimo_")
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """How a run is made.
@@ -121,10 +129,13 @@ class TrainSettings:
         return rates[self.optimizer]
 
     def make_optimizer(self, parameters: Sequence[tuple[str, Tensor]], lr: float) -> Optimizer:
-        """The optimizer, with weight decay on matrices only."""
-        matrices = [(name, tensor) for name, tensor in parameters if len(tensor.shape) > 1]
-        vectors = [(name, tensor) for name, tensor in parameters if len(tensor.shape) <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        """The optimizer, with weight decay on matrices only, and only those made orthogonal by Muon."""
+        matrices = [(name, tensor) for name, tensor in parameters if _is_matrix(name, tensor)]
+        others = [(name, tensor) for name, tensor in parameters if not _is_matrix(name, tensor)]
+        apart: dict[str, Any] = {"params": others, "weight_decay": 0.0}
+        if self.optimizer == "muon" and any(len(tensor.shape) == 2 for _, tensor in others):
+            apart["matrices"] = False
+        groups: list[dict[str, Any]] = [{"params": matrices}, apart]
         groups = [group for group in groups if group["params"]]
         if self.compat == "oa":
             groups = [{"params": list(parameters)}]

@@ -14,10 +14,12 @@ from checkpoints import write_gguf, write_hf
 from exported import gguf_bytes, oam_bytes, oam_values, safetensors_bytes
 from mamba_models import GGUF, HF, ORIGINAL, gguf_tensors, tensors
 from model_goldens import DATA
+from safetensors.numpy import load_file, save_file
+from torch_files import save_tensors
 
 import oazoo
 from oazoo.configs import Mamba3Config, MambaConfig
-from oazoo.errors import FormatError, TranslationError
+from oazoo.errors import FormatError, TranslationError, UsageError
 from oazoo.translators import convert
 from oazoo.translators.export import export
 
@@ -96,11 +98,13 @@ def test_mamba3_goldens(name: str, tmp_path: Path) -> None:
     folder = DATA / "mamba3" / name
     report = convert(folder, tmp_path / "m.oam")
     source, found = safetensors_bytes(folder), oam_bytes(tmp_path / "m.oam")
-    assert len(found) == len(source)
-    names = {"mixer.in.weight": "mixer.in_proj.weight", "mixer.b_bias": "mixer.B_bias", "mixer.d": "mixer.D"}
+    assert len(found) == len(source) + (2 if name == "lm_mimo_mlp" else 0)  # fc1 is two weights here
+    names = {part: part for part in ("mixer.in_proj.weight", "mixer.B_bias", "mixer.D")}
     if name == "lm_mimo_mlp":
         names |= {"mixer.mimo_z": "mixer.mimo_z", "mixer.norm.weight": "mixer.norm.weight"}
-        names |= {"mlp.up_gate.weight": "mlp.fc1.weight", "mlp_norm.weight": "norm2.weight"}
+        names |= {"mlp.down.weight": "mlp.fc2.weight", "mlp_norm.weight": "norm2.weight"}
+        joined = b"".join(found[f"layers.1.mlp.{part}.weight"][-1] for part in ("up", "gate"))
+        assert joined == source["backbone.layers.1.mlp.fc1.weight"][-1]
     for ours, theirs in names.items():
         assert found[f"layers.1.{ours}"][1:] == source[f"backbone.layers.1.{theirs}"][1:]
     export(tmp_path / "m.oam", tmp_path / "back")
@@ -129,10 +133,68 @@ def test_mamba3_goldens(name: str, tmp_path: Path) -> None:
         export(tmp_path / "m.oam", tmp_path / "m.gguf")
 
 
+def pytorch_folder(folder: Path, name: str, dtype: Any) -> Path:
+    """A golden as the reference itself saves it: a pickle, matrices in ``dtype``, the head always there."""
+    source = DATA / "mamba3" / name
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    weights = load_file(source / "model.safetensors")
+    for key, value in weights.items():
+        if key.endswith("_proj.weight") or "norm" in key:
+            weights[key] = value.astype(dtype)
+    weights.setdefault("lm_head.weight", weights["backbone.embedding.weight"])
+    save_tensors(folder / "pytorch_model.bin", weights)
+    return folder
+
+
+@pytest.mark.parametrize("name", MAMBA3)
+def test_mamba3_as_the_reference_saves_it(name: str, tmp_path: Path) -> None:
+    folder = pytorch_folder(tmp_path / "hf", name, np.float16)
+    report = oazoo.convert(folder, tmp_path / "m.oam", check=True)
+    assert report.check is not None and report.check.to_json()["passed"]
+    stored = oam_bytes(tmp_path / "m.oam")
+    assert stored["layers.0.mixer.in_proj.weight"][0] == "f16"
+    assert stored["layers.0.mixer.B_bias"][0] == "f32"
+    # Exported as SafeTensors it says the same, in the settings that the reference's own loader takes and no others.
+    export(tmp_path / "m.oam", tmp_path / "back")
+    settings = json.loads((tmp_path / "back" / "config.json").read_text())
+    known = {
+        "d_model",
+        "d_intermediate",
+        "n_layer",
+        "vocab_size",
+        "ssm_cfg",
+        "attn_layer_idx",
+        "attn_cfg",
+        "rms_norm",
+    }
+    known |= {"residual_in_fp32", "fused_add_norm", "pad_vocab_size_multiple", "tie_embeddings"}
+    assert set(settings) == known
+    convert(tmp_path / "back", tmp_path / "again.oam")
+    assert oam_bytes(tmp_path / "again.oam") == stored
+
+
+def test_mamba3_form_of_a(tmp_path: Path) -> None:
+    """What no checkpoint states can be said, is kept, and makes a difference that source and result agree on."""
+    folder = DATA / "mamba3" / "lm_siso"
+    logits = {}
+    for form in ("heavy_tail", "softplus"):
+        out = tmp_path / f"{form}.oam"
+        report = oazoo.convert(folder, out, chosen={"a_form": form}, check=True)
+        assert report.config.a_form == form and report.check is not None and report.check.passed  # type: ignore[union-attr]
+        assert not any("--set" in note for note in report.notes)
+        logits[form] = oazoo.load(out).logits([1, 2, 3, 4, 5, 6])
+    assert np.abs(logits["heavy_tail"] - logits["softplus"]).max() > 1e-2
+    assert any("--set a_form=softplus" in note for note in convert(folder, tmp_path / "m.oam").notes)
+    for chosen, message in {"a_form": "one of heavy_tail, softplus", "a_frm": "there is a_form"}.items():
+        with pytest.raises(UsageError, match=message):
+            oazoo.convert(folder, tmp_path / "n.oam", chosen={chosen: "rational"})
+    with pytest.raises(UsageError, match="there is nothing"):
+        oazoo.convert(DATA / "hf" / "llama", tmp_path / "n.oam", chosen={"a_form": "softplus"})
+
+
 def test_mamba3_tied_head(tmp_path: Path) -> None:
     """The reference writes the head in any case; a copy is left out, another head is an error."""
-    from safetensors.numpy import load_file, save_file
-
     shutil.copytree(DATA / "mamba3" / "lm_siso", tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     weights["lm_head.weight"] = weights["backbone.embedding.weight"]
@@ -176,14 +238,11 @@ def test_mamba3_width_survives_its_ratio(inner: int, hidden: int) -> None:
 
 
 def test_not_run(tmp_path: Path) -> None:
-    for name, folder in {
-        "mamba": write_hf(tmp_path / "hf", HF, tensors()),
-        "mamba3": DATA / "mamba3" / "lm_siso",
-    }.items():
-        report = oazoo.convert(folder, tmp_path / f"{name}.oam", check=True)
-        assert report.check is not None and "not there yet" in report.check.to_json()["why_not"]
-        with pytest.raises(FormatError, match=f"family '{name}' is not there yet"):
-            oazoo.load(tmp_path / f"{name}.oam")
+    folder = write_hf(tmp_path / "hf", HF, tensors())
+    report = oazoo.convert(folder, tmp_path / "mamba.oam", check=True)
+    assert report.check is not None and "not there yet" in report.check.to_json()["why_not"]
+    with pytest.raises(FormatError, match="family 'mamba' is not there yet"):
+        oazoo.load(tmp_path / "mamba.oam")
 
 
 def test_state_is_never_packed(tmp_path: Path) -> None:
@@ -198,7 +257,7 @@ def test_state_is_never_packed(tmp_path: Path) -> None:
         "raw.oam": {"conv1d.weight", "A_log"},
         "g.oam": {"conv.weight", "a"},
         "graw.oam": {"ssm_conv1d.weight", "ssm_a"},
-        "m3.oam": {"b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"},
+        "m3.oam": {"B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o"},
     }.items():
         out = tmp_path / f"packed-{path}"
         report = oazoo.quantize(tmp_path / path, out, "q4", method="absmax")

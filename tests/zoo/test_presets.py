@@ -33,7 +33,8 @@ TEXT = (
     "The keeper of the lamp has a basket for the eggs. The basket for the eggs is often full.\n"
     "The keeper of the lamp has a lamp. It is aglow.\n"
 )
-OA = sorted(name for name in PRESETS if name.startswith("oa-"))
+#: Empyrealm's are Mamba-3's by another name.
+OA = sorted(name for name in PRESETS if name.startswith("oa-") and not name.endswith("empyrealm"))
 ROWS, TOKENS, STEPS, GOAL = 64, 16, 300, 0.35
 
 
@@ -91,6 +92,17 @@ def test_it_is_the_same_from_its_file(name: str, text: Path, tmp_path: Path) -> 
     assert logs[0] == logs[1] and len(logs[0]) == 4
     ours, theirs = again.subject.weights(), run.subject.weights()
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_empyrealm_is_mamba3_by_another_name() -> None:
+    for kind in ("byte", "char", "bpe"):
+        one, other = PRESETS[f"oa-{kind}mamba3"], PRESETS[f"oa-{kind}empyrealm"]
+        assert one.config(77, 16) == other.config(77, 16)
+        assert (one.vocabulary, one.vocab_size, one.context) == (
+            other.vocabulary,
+            other.vocab_size,
+            other.context,
+        )
 
 
 def test_a_character_that_training_never_saw_is_refused(text: Path, tmp_path: Path) -> None:

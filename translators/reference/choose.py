@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.formats.source import WeightSource
-from oazoo.translators.reference import gguf, hf
+from oazoo.translators.reference import gguf, hf, mamba3
 from oazoo.translators.reference.description import Decoder, NoReferenceError
 from oazoo.translators.reference.forward import decoder_logits
+from oazoo.translators.reference.mamba3 import Mamba3, mamba3_logits
 from oazoo.translators.reference.maths import Array
 from oazoo.translators.reference.onnx_graph import fixed_length, onnx_logits
 from oazoo.translators.settings import Settings
@@ -23,7 +24,7 @@ class Reference:
     """A checkpoint that can be run as its own programs would. ``model`` is None for an ONNX graph, which says it itself."""
 
     source: WeightSource
-    model: Decoder | None
+    model: Decoder | Mamba3 | None
     #: Sequences can be no longer, if there is a limit.
     max_tokens: int | None = None
 
@@ -38,11 +39,17 @@ class Reference:
         """float32 [tokens, vocabulary] for each sequence of ids; ``rounded`` as for :func:`decoder_logits`."""
         if self.model is None:
             return onnx_logits(self.source.path, self.source.files, sequences)
+        if isinstance(self.model, Mamba3):
+            return mamba3_logits(self.source, self.model, sequences, rounded)
         return decoder_logits(self.source, self.model, sequences, rounded)
 
 
 def reference_for(
-    source: WeightSource, naming: str, config: Mapping[str, Any], declared: Sequence[str]
+    source: WeightSource,
+    naming: str,
+    config: Mapping[str, Any],
+    declared: Sequence[str],
+    chosen: Mapping[str, str] | None = None,
 ) -> Reference:
     """The reference of a checkpoint.
 
@@ -51,13 +58,17 @@ def reference_for(
         naming: ``"hf"``, ``"gguf"``, ``"torch"`` or ``"onnx"``: whose names and settings it has.
         config: contents of config.json, or the container's metadata.
         declared: the architectures that it says it has.
+        chosen: what it does not state and a person did.
 
     Raises:
         NoReferenceError: nothing is known of such a checkpoint.
     """
     try:
+        if naming == "hf" and tuple(declared[:1]) == ("Mamba3",):
+            return Reference(source, mamba3.describe(config, chosen or {}))
         reference = _reference(source, naming, config, declared)
-        _try_positions(reference.model)
+        if isinstance(reference.model, Decoder):
+            _try_positions(reference.model)
         return reference
     # Settings are read as their own programs do, without a check of each: the translator has done that.
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -66,9 +77,9 @@ def reference_for(
         ) from error
 
 
-def _try_positions(model: Decoder | None) -> None:
+def _try_positions(model: Decoder) -> None:
     """Read what is read late, when a sequence is there: rotary settings of every layer, for short and long sequences."""
-    if model is not None and model.rotary is not None:
+    if model.rotary is not None:
         for layer in range(min(model.layers, 4096)):
             for tokens in (1, 1 << 20):
                 model.rotary(layer, tokens)

@@ -47,9 +47,13 @@ class Weights:
                 values = values.astype(encodings.get(self._rounded[name]).dtype)
         return values.astype(np.float32)
 
+    def array(self, name: str, rank: int) -> Array:
+        """A tensor of so many dimensions, whole."""
+        return self._float(name, self._tensor(name, rank).numpy())
+
     def vector(self, name: str) -> Array:
         """A tensor of one dimension."""
-        return self._float(name, self._tensor(name, 1).numpy())
+        return self.array(name, 1)
 
     def optional(self, name: str) -> Array | None:
         """The same, or None if there is none of the name."""
