@@ -11,8 +11,9 @@ decoded inside the kernel; sums are float32. Three variants compute the same:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from oazoo.errors import DeviceError
 from oazoo.runtime.ops.activation import activate, activate_gated
@@ -20,6 +21,7 @@ from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require
 from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.norm import column_sums, rms_norm
 from oazoo.runtime.ops.product import input_gradient, layer_gradients, weight_gradient
+from oazoo.runtime.ops.routing import Groups
 from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
@@ -40,8 +42,19 @@ _MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
 #: Columns of weights, turned over, that a workgroup reads.
 _TURNED_COLUMNS = 64
 
-#: Is told of every product: its input f32 [rows, inputs], after the norm if there is one, and its weights.
-Observer = Callable[[Tensor, Sequence[Tensor]], None]
+
+class Observer(Protocol):
+    """Is told of every product."""
+
+    def __call__(
+        self, x: Tensor, weights: Sequence[Tensor], groups: Groups | None = None, by_token: bool = False
+    ) -> None:
+        """Of a product's input f32 [rows, inputs], after the norm if there is one, and its weights.
+
+        With experts, ``groups`` says which rows each one reads, of those of tokens if ``by_token``, else of slots.
+        """
+
+
 _observers: list[Observer] = []
 
 
@@ -60,6 +73,17 @@ def _tell(x: Tensor, norm: Tensor | None, eps: float, weights: Sequence[Tensor])
         x = x if norm is None else rms_norm(x, norm, eps)
         for observer in _observers:
             observer(x, weights)
+
+
+def observed() -> bool:
+    """Whether anybody wants to be told of products."""
+    return bool(_observers)
+
+
+def tell_experts(x: Tensor, weights: Sequence[Tensor], groups: Groups, by_token: bool) -> None:
+    """Tell of a product with stacks of weights."""
+    for observer in _observers:
+        observer(x, weights, groups, by_token)
 
 
 def linear(
