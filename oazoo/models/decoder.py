@@ -75,7 +75,7 @@ class Attention(Module):
     def _mixed(self, qkv: Tensor, context: Context) -> Tensor:
         """Rotated and attended: f32 [tokens, heads · head_dim]."""
         config = self._config
-        assert context.rotary is not None
+        assert isinstance(context, KVCache | Sequences) and context.rotary is not None
         table = context.rotary[self._layer]
         window = config.layer_window(self._layer)
         scale, cap = config.score_scale, config.attention_softcap
@@ -84,6 +84,7 @@ class Attention(Module):
             qkv = rotate(qkv, table, context.tokens, turned, config.head_dim, rotated=config.rotated)
             heads = config.num_heads, config.num_kv_heads
             return attend(qkv, context.batch, *heads, window=window, scale=scale, softcap=cap)
+        assert isinstance(context, KVCache)
         keys, values = context.layers[self._layer]
         return rotary_attention(
             qkv,
