@@ -13,7 +13,7 @@ from oazoo.errors import GenerationError
 from oazoo.models.cache import Cache
 from oazoo.models.sequences import Context, Sequences
 from oazoo.nn.dropout import Dropout
-from oazoo.nn.module import Module, ModuleList, Parameter
+from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
 from oazoo.runtime import Device, Program, Tensor
 from oazoo.runtime.ops.loss import cross_entropy
 from oazoo.runtime.tape import by_rows, checkpoint
@@ -237,7 +237,7 @@ class CausalModel(Module):
         return result.reshape(*array.shape, self.vocab_size)
 
 
-def _released(name: str, parameter: Parameter) -> tuple[Tensor, ...]:
+def _released(name: str, held: Parameter | Buffer) -> tuple[Tensor, ...]:
     return ()
 
 

@@ -31,6 +31,7 @@ from oazoo.nn.layers import (
     project,
 )
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.moe import MoE, RouteStatistics
 from oazoo.nn.rope import RoPE
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Linear",
     "LogSoftmax",
     "Mish",
+    "MoE",
     "Module",
     "ModuleList",
     "MultiHeadAttention",
@@ -56,6 +58,7 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "RoPE",
+    "RouteStatistics",
     "Sequential",
     "SiLU",
     "Sigmoid",

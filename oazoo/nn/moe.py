@@ -86,6 +86,7 @@ class Mixture(Module):
     """
 
     router: Linear
+    routing_bias: Buffer | None = None
 
     def __init__(self, experts: int, per_token: int, *, normalize: bool = True) -> None:
         if not 1 <= per_token <= experts:
@@ -99,8 +100,8 @@ class Mixture(Module):
 
     @property
     def choice_bias(self) -> Tensor | None:
-        """What is added to logits for the choice of experts alone, f32 [experts]."""
-        return None
+        """What is added to logits for the choice of experts alone, f32 [experts]; None if there is no such thing."""
+        return None if self.routing_bias is None else self.routing_bias.tensor
 
     @abstractmethod
     def run_experts(self, h: Tensor, groups: Groups) -> Tensor:
@@ -108,9 +109,7 @@ class Mixture(Module):
 
     def mixed(self, h: Tensor, residual: Tensor | None = None) -> Tensor:
         """``residual + Σ weight · expert(h)`` over the experts that each token goes to; f32 [tokens, features]."""
-        routing = route(
-            self.router(h), self.per_token, bias=self.choice_bias, normalize=self.normalize
-        )
+        routing = route(self.router(h), self.per_token, bias=self.choice_bias, normalize=self.normalize)
         tokens = h.shape[0]
         losses = self.training and bool(self.balance or self.z)
         exact = taping(h, routing.weights, *self._expert_weights()) or losses or self.counting or observed()
@@ -122,7 +121,9 @@ class Mixture(Module):
         if self.sparse:
             return combine(self.run_experts(h, groups), groups, routing.weights, residual=residual)
         everywhere = _everywhere(routing)
-        return combine(self.run_experts(h, everywhere), everywhere, spread(routing.weights, routing), residual=residual)
+        return combine(
+            self.run_experts(h, everywhere), everywhere, spread(routing.weights, routing), residual=residual
+        )
 
     def _expert_weights(self) -> Iterator[Tensor]:
         for module in self.modules():
@@ -136,7 +137,7 @@ class Mixture(Module):
         return self._loads
 
     def statistics(self) -> RouteStatistics:
-        """How busy experts were since counting began, or since the last :meth:`update_routing_bias`; waits for the device."""
+        """How busy experts were since counting began, or the last :meth:`update_routing_bias`; waits for the device."""
         found = np.zeros(self.experts, np.uint32) if self._loads is None else self._loads.numpy()
         return RouteStatistics.of(found)
 
@@ -148,7 +149,9 @@ class Mixture(Module):
         """
         bias = self.choice_bias
         if bias is None or self._loads is None:
-            what = "has no bias for the choice of experts" if bias is None else "has counted no loads (counting)"
+            what = (
+                "has no bias for the choice of experts" if bias is None else "has counted no loads (counting)"
+            )
             raise UsageError(f"this mixture {what}")
         balance_bias(bias, self._loads, rate)
 
@@ -177,6 +180,7 @@ class MoE(Mixture):
         shared: experts besides, through which every token goes with weight 1.
         eps: of the norm.
         bias: whether linear layers have one.
+        routing_bias: whether there is a bias for the choice of experts; kept, not learned.
     """
 
     def __init__(
@@ -189,6 +193,7 @@ class MoE(Mixture):
         shared: int = 0,
         eps: float = 1e-5,
         bias: bool = True,
+        routing_bias: bool = True,
     ) -> None:
         super().__init__(experts, per_token)
         self.gate_up = ExpertLinear(experts, features, 2 * inner, bias)
@@ -196,11 +201,8 @@ class MoE(Mixture):
         self.norm = RMSNorm(features, eps)
         self.router = Linear(features, experts, bias)
         self.shared = [SwiGLU(features, inner, bias) for _ in range(shared)]
-        self.routing_bias = Buffer(experts)
-
-    @property
-    def choice_bias(self) -> Tensor | None:
-        return self.routing_bias.tensor if self.routing_bias.tensors else None
+        if routing_bias:
+            self.routing_bias = Buffer(experts)
 
     def run_experts(self, h: Tensor, groups: Groups) -> Tensor:
         gate_up, down = self.gate_up, self.down
@@ -210,11 +212,12 @@ class MoE(Mixture):
 
     def __call__(self, x: Tensor) -> Tensor:
         """f32 [..., features] to the same shape."""
-        return by_rows(self._rows, x)
+        return by_rows(lambda x: self.rows(x, x), x)
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def rows(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The same of f32 [tokens, features], added to ``residual`` or to nothing."""
         h = self.norm(x)
-        y = self.mixed(h, x)
+        y = self.mixed(h, residual)
         for expert in self.shared:
             y = expert.down(gated_linear(h, expert.gate, expert.up), residual=y)
         return y

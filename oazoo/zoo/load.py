@@ -20,7 +20,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.source import SourceTensor
 from oazoo.generation.text_model import TextModel
 from oazoo.models import CausalModel, build, why_not_run
-from oazoo.nn.module import Parameter
+from oazoo.nn.module import Buffer, Parameter
 from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
 from oazoo.runtime.ops.common import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
@@ -269,14 +269,15 @@ def check_memory(source: OamSource, device: Device) -> None:
 
 def upload(model: CausalModel, source: OamSource, device: Device, progress: Progress | None = None) -> None:
     """Give every parameter its weights, in their encoding, on the device."""
-    total = sum(source[name].info.nbytes for name, _ in model.named_parameters())
+    held = [*model.named_parameters(), *model.named_buffers()]
+    total = sum(source[name].info.nbytes for name, _ in held)
     done = 0
 
-    def provide(name: str, parameter: Parameter) -> Sequence[Tensor]:
+    def provide(name: str, parameter: Parameter | Buffer) -> Sequence[Tensor]:
         nonlocal done
         tensor = source[name]
         try:
-            shards = place(tensor, device, parameter.offset)
+            shards = place(tensor, device, parameter.offset if isinstance(parameter, Parameter) else 0.0)
         except DeviceError as error:
             raise type(error)(f"{name} ({total:,} bytes of weights in all): {error}") from error
         done += tensor.info.nbytes

@@ -79,10 +79,15 @@ def _oa_transformer(vocabulary: int, context: int) -> ModelConfig:
     return replace(TransformerConfig.byte_transformer(), vocab_size=vocabulary, max_positions=context)
 
 
+def _oa_moe_transformer(vocabulary: int, context: int) -> ModelConfig:
+    return replace(TransformerConfig.byte_moe_transformer(), vocab_size=vocabulary, max_positions=context)
+
+
 #: OA's small language models: its name for the architecture, and the configuration with the sizes that OA's model over
 #: bytes has, whatever the vocabulary (OA states none for the others).
 _OA_ARCHITECTURES: dict[str, Callable[[int, int], ModelConfig]] = {
     "Transformer": _oa_transformer,
+    "MoeTransformer": _oa_moe_transformer,
 }
 #: Each comes over each kind of vocabulary: OA's prefix, how many tokens at most, and the line on it.
 _OA_VOCABULARIES: dict[VocabularyKind, tuple[str, int | None, str]] = {

@@ -86,9 +86,7 @@ def grouped_linear(
         of_weights: list[Tensor | None] = []
         of_biases: list[Tensor | None] = []
         column = 0
-        for w, b, want_w, want_b in zip(
-            weights, biases, want[1 : 1 + count], want[1 + count :], strict=True
-        ):
+        for w, b, want_w, want_b in zip(weights, biases, want[1 : 1 + count], want[1 + count :], strict=True):
             one = other = None
             if want_w or want_b:
                 one, other = _weight_gradient(dy, x, groups, w, column, by_token, b is not None and want_b)
@@ -125,9 +123,7 @@ def grouped_gated(
     op = "grouped_gated"
     require(gate.shape == up.shape and gate.dtype == up.dtype, op, "gate and up differ in shape or encoding")
     if taping(x, gate, up, gate_bias, up_bias):
-        both = grouped_linear(
-            x, groups, [gate, up], [gate_bias, up_bias], by_token=by_token, variant=variant
-        )
+        both = grouped_linear(x, groups, [gate, up], [gate_bias, up_bias], by_token=by_token, variant=variant)
         return activate_gated(both, "gelu_tanh" if gelu else "silu")
     weights, biases = [gate, up], [gate_bias, up_bias]
     _check(op, x, groups, weights, biases, by_token)
@@ -152,14 +148,20 @@ def _check(
     for w, b in zip(weights, biases, strict=True):
         require(w.dtype in ENCODINGS, op, f"weights cannot be {w.dtype}; they can be {', '.join(ENCODINGS)}")
         fits = len(w.shape) == 3 and w.shape[0] == groups.experts and w.shape[2] == inputs
-        require(fits, op, f"a weight of shape {list(w.shape)} for rows of {inputs} and {groups.experts} experts")
+        require(
+            fits, op, f"a weight of shape {list(w.shape)} for rows of {inputs} and {groups.experts} experts"
+        )
         require(w.shape[1] > 0 and inputs > 0, op, "a weight has no elements")
-        require(w.numel <= MAX_ELEMENTS, op, f"{w.numel:,} elements of a weight are more than one run can address")
+        require(
+            w.numel <= MAX_ELEMENTS, op, f"{w.numel:,} elements of a weight are more than one run can address"
+        )
         require(w.address % 4 == 0, op, "a weight must start at a multiple of 4 bytes")
         if b is not None:
             require_dense(b, op, "bias", "f32", groups.experts, w.shape[1])
     largest = groups.slots * max(inputs, sum(w.shape[1] for w in weights))
-    require(largest <= MAX_ELEMENTS, op, f"{groups.slots:,} slots are too many for one run: give fewer at a time")
+    require(
+        largest <= MAX_ELEMENTS, op, f"{groups.slots:,} slots are too many for one run: give fewer at a time"
+    )
 
 
 def _variant(op: str, x: Tensor, groups: Groups, weights: Sequence[Tensor], variant: str | None) -> str:
@@ -252,7 +254,9 @@ def _run(
         )
 
 
-def _input_gradient(dy: Tensor, groups: Groups, weights: Sequence[Tensor], variant: str | None = None) -> Tensor:
+def _input_gradient(
+    dy: Tensor, groups: Groups, weights: Sequence[Tensor], variant: str | None = None
+) -> Tensor:
     """``dy[slot] · weight[expert]``: f32 [slots, inputs]."""
     op, device, columns = "grouped_inputs", dy.device, weights[0].shape[2]
     y = Tensor.empty(device, (groups.slots, columns))
@@ -278,7 +282,14 @@ def _input_gradient(dy: Tensor, groups: Groups, weights: Sequence[Tensor], varia
     for first in range(0, tiles, tile_limit):
         device.kernel(kernel).dispatch(
             (row_groups, min(tiles - first, tile_limit), 1),
-            {"a": dy, "b": None, "order": groups.order, "experts": groups.offsets, "w0": weights[0], "w1": second}
+            {
+                "a": dy,
+                "b": None,
+                "order": groups.order,
+                "experts": groups.offsets,
+                "w0": weights[0],
+                "w1": second,
+            }
             | {"sums": None},
             {"y": y},
             work=dy.numel * columns,
@@ -304,7 +315,7 @@ def _weight_gradient(
     summed: bool,
     variant: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of a weight, from the columns of dy from ``column`` on, and of its bias; 0 where an expert has no slot."""
+    """Gradients of a weight, from the columns of dy from ``column`` on, and of its bias; 0 where an expert has no slot."""
     op, device = "grouped_weights", dy.device
     experts, outputs, columns = weight.shape
     y = Tensor.empty(device, weight.shape)

@@ -1,8 +1,8 @@
 """Which experts each token goes to, and what the experts gave put back together: routing of a mixture of experts.
 
-Top-k routing of softmax probabilities (arXiv:2101.03961, arXiv:2401.04088), with a bias for the choice alone that keeps loads
-even without a loss (arXiv:2408.15664). Nothing is dropped, whatever the loads; the host learns none of it, so that all of
-this can be captured; and results are the same bits every time.
+Top-k routing of softmax probabilities (arXiv:2101.03961, arXiv:2401.04088), with a bias for the choice alone that keeps
+loads even without a loss (arXiv:2408.15664). Nothing is dropped, whatever the loads; the host learns none of it, so that all
+of this can be captured; and results are the same bits every time.
 """
 
 from __future__ import annotations
@@ -101,7 +101,13 @@ def route(
     device, name, groups = logits.device, variant or lanes(logits.device), grid(tokens)
     chosen = Tensor.empty(device, (tokens, top), "u32")
     weights, lse = Tensor.empty(device, (tokens, top)), Tensor.empty(device, (tokens,))
-    scalars = {"tokens": tokens, "experts": experts, "top": top, "columns": groups[0], "normal": int(normalize)}
+    scalars = {
+        "tokens": tokens,
+        "experts": experts,
+        "top": top,
+        "columns": groups[0],
+        "normal": int(normalize),
+    }
     if tokens:
         device.kernel(f"route_{name}").dispatch(
             groups,
@@ -127,7 +133,6 @@ def route(
 
 def group_tokens(routing: Routing, *, sort: bool = True, variant: str | None = None) -> Groups:
     """The slots of a routing. Not sorted they serve few tokens, and no way back."""
-    tokens, top = routing.chosen.shape
     return group_chosen(routing.chosen, routing.experts, sort=sort, variant=variant)
 
 
