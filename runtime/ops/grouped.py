@@ -234,7 +234,7 @@ def _run(
             (row_groups, some, 1),
             {
                 "x": x,
-                "order": groups.order,
+                "rows": groups.rows if by_token else None,
                 "experts": groups.offsets if groups.sorted else groups.chosen,
                 "w0": weights[0],
                 "w1": second,
@@ -249,6 +249,7 @@ def _run(
             count=groups.experts,
             slots=groups.slots,
             share=groups.top if by_token else 0,
+            gathered=int(groups.sorted and by_token),
             first=first,
             flags=flags,
         )
@@ -285,7 +286,7 @@ def _input_gradient(
             {
                 "a": dy,
                 "b": None,
-                "order": groups.order,
+                "rows": None,
                 "experts": groups.offsets,
                 "w0": weights[0],
                 "w1": second,
@@ -297,7 +298,7 @@ def _input_gradient(
             n0=weights[0].shape[1],
             n1=0 if second is None else second.shape[1],
             count=groups.experts,
-            share=0,
+            gathered=0,
             a_width=dy.shape[1],
             first=first,
             summed=0,
@@ -321,7 +322,7 @@ def _weight_gradient(
     y = Tensor.empty(device, weight.shape)
     sums = Tensor.empty(device, (experts, outputs)) if summed else None
     a = Tensor(device, (dy.numel - column,), "f32", dy.memory, dy.offset + 4 * column)
-    fast = eight_lanes(device) and outputs % 8 == 0 and columns % 4 == 0
+    fast = eight_lanes(device) and columns % 4 == 0
     fast = fast and x.address % 8 == 0 and y.address % 8 == 0
     if variant == "tile" or not fast:
         kernel, rows, width = "grouped_weights_tile", 32, 32
@@ -331,7 +332,7 @@ def _weight_gradient(
     row_limit, tile_limit = device.info.max_groups[:2]
     row_groups, tiles = -(-outputs // rows), -(-columns // width)
     require(row_groups <= row_limit and experts <= MAX_GROUPS, op, "the weight is too large for one run")
-    reads: dict[str, Tensor | None] = {"a": a, "b": x, "order": groups.order, "experts": groups.offsets}
+    reads: dict[str, Tensor | None] = {"a": a, "b": x, "rows": groups.rows if by_token else None, "experts": groups.offsets}
     reads |= {"w0": None, "w1": None} | ({} if sums is not None else {"sums": None})
     for first in range(0, tiles, tile_limit):
         device.kernel(kernel).dispatch(
@@ -343,7 +344,7 @@ def _weight_gradient(
             n0=outputs,
             n1=0,
             count=experts,
-            share=groups.top if by_token else 0,
+            gathered=int(by_token),
             a_width=dy.shape[1],
             first=first,
             summed=int(summed),

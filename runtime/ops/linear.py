@@ -39,6 +39,8 @@ _LANES, _LANES_ROWS = 8, 8
 _FEW_ROWS = {"lanes": 2, "group": 4}
 #: wide: rows from which turning weights over pays, and the bytes of them that stay in a processor's cache.
 _MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
+#: Outputs up to which it does not pay whatever the rows: a workgroup has 64 of them.
+_NARROW = 16
 #: Columns of weights, turned over, that a workgroup reads.
 _TURNED_COLUMNS = 64
 
@@ -265,7 +267,8 @@ def _prepare(
     fits = fits and (norm is None or norm.address % 8 == 0)
     if variant is None:
         if fits and eight_lanes(x.device):
-            variant = "lanes" if rows < _MANY_ROWS else "wide"
+            narrow = sum(w.shape[0] for w in weights) <= _NARROW
+            variant = "lanes" if rows < _MANY_ROWS or narrow else "wide"
         else:
             variant = "group" if rows <= _FEW_ROWS["group"] else "tile"
     require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")

@@ -49,6 +49,7 @@ class Groups:
         order: u32 [slots]: token · top + rank of what is at each slot, an expert's slots together; None: not sorted, and a
             slot is where it stands in ``chosen``.
         places: u32 [slots]: the inverse of ``order``.
+        rows: u32 [slots]: the token at each slot.
         offsets: u32 [experts + 1]: where each expert's slots begin.
     """
 
@@ -58,6 +59,7 @@ class Groups:
     chosen: Tensor | None
     order: Tensor | None = None
     places: Tensor | None = None
+    rows: Tensor | None = None
     offsets: Tensor | None = None
 
     @property
@@ -152,16 +154,17 @@ def group_chosen(chosen: Tensor, experts: int, *, sort: bool = True, variant: st
     if not sort:
         return Groups(experts, tokens, top, chosen)
     device, slots = chosen.device, tokens * top
-    order, places = Tensor.empty(device, (slots,), "u32"), Tensor.empty(device, (slots,), "u32")
+    order, places, rows = (Tensor.empty(device, (slots,), "u32") for _ in range(3))
     offsets = Tensor.empty(device, (experts + 1,), "u32")
     device.kernel(f"sort_experts_{variant or lanes(device)}").dispatch(
         (experts, 1, 1),
         {"chosen": chosen},
-        {"order": order, "places": places, "offsets": offsets},
+        {"order": order, "places": places, "rows": rows, "offsets": offsets},
         slots=slots,
         experts=experts,
+        top=top,
     )
-    return Groups(experts, tokens, top, chosen, order, places, offsets)
+    return Groups(experts, tokens, top, chosen, order, places, rows, offsets)
 
 
 def combine(
@@ -347,8 +350,8 @@ def expert_squares(sums: Tensor, x: Tensor, groups: Groups, *, by_token: bool) -
     require(groups.sorted and not taping(x), op, "the groups are not sorted, or a gradient is wanted")
     x.device.kernel("expert_squares").dispatch(
         (-(-x.shape[1] // 64), groups.experts, 1),
-        {"x": x, "order": groups.order, "offsets": groups.offsets},
+        {"x": x, "rows": groups.rows if by_token else None, "offsets": groups.offsets},
         {"sums": sums},
         width=x.shape[1],
-        share=groups.top if by_token else 0,
+        gathered=int(by_token),
     )
