@@ -112,7 +112,9 @@ class Mixture(Module):
         routing = route(self.router(h), self.per_token, bias=self.choice_bias, normalize=self.normalize)
         tokens = h.shape[0]
         losses = self.training and bool(self.balance or self.z)
-        exact = taping(h, routing.weights, *self._expert_weights()) or losses or self.counting or observed()
+        weights = list(self._expert_weights())
+        exact = taping(h, routing.weights, *weights) or losses or self.counting or observed()
+        exact = exact or any(w.shape[0] < self.experts for w in weights)  # split over several buffers
         few = self.sparse and not exact and few_slots(tokens, self.per_token, self.experts)
         groups = group_tokens(routing, sort=not few)
         if self.counting:
@@ -207,7 +209,7 @@ class MoE(Mixture):
     def run_experts(self, h: Tensor, groups: Groups) -> Tensor:
         gate_up, down = self.gate_up, self.down
         return expert_mlp(
-            h, groups, [gate_up.weight.tensor], down.weight.tensor, [gate_up.bias_tensor], down.bias_tensor
+            h, groups, [gate_up.weight.shards], down.weight.shards, [gate_up.bias_tensor], down.bias_tensor
         )
 
     def __call__(self, x: Tensor) -> Tensor:

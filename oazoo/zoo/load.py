@@ -304,7 +304,7 @@ def place(tensor: SourceTensor, device: Device, offset: float = 0.0) -> list[Ten
 
 def _by_rows(tensor: SourceTensor, device: Device, limit: int) -> list[Tensor]:
     info = tensor.info
-    rows, width = info.shape
+    rows, width = info.shape[0], info.numel // max(1, info.shape[0])
     # Blocks of 32 run over the flattened tensor: a shard begins where a row and a block begin together.
     step = 1
     if info.encoding in ("q4", "q8"):
@@ -312,12 +312,15 @@ def _by_rows(tensor: SourceTensor, device: Device, limit: int) -> list[Tensor]:
             step *= 2
     count = min(int(limit // (info.nbytes / rows)), MAX_ELEMENTS // width) // step * step
     if count < 1:
-        raise DeviceError(f"{step} rows of {info.name} take more than one buffer may hold ({limit:,} bytes)")
+        what = "rows" if len(info.shape) == 2 else "experts"
+        raise DeviceError(
+            f"{step} {what} of {info.name} take more than one buffer may hold ({limit:,} bytes)"
+        )
     shards = []
     for start in range(0, rows, count):
         stop = min(start + count, rows)
         piece = tensor.part(start * width, stop * width)
-        shards.append(Tensor.from_bytes(device, (stop - start, width), info.encoding, piece))
+        shards.append(Tensor.from_bytes(device, (stop - start, *info.shape[1:]), info.encoding, piece))
     return shards
 
 

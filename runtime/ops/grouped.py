@@ -12,6 +12,7 @@ the experts: none for an expert without any. Variants compute the same:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from oazoo.errors import DeviceError
 from oazoo.runtime.ops.activation import activate_gated
@@ -45,6 +46,7 @@ def grouped_linear(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     by_token: bool,
+    out: Tensor | None = None,
     variant: str | None = None,
 ) -> Tensor:
     """``x[row of the slot] · weight[expert of the slot]ᵀ + bias[expert]`` for every slot.
@@ -55,6 +57,7 @@ def grouped_linear(
         weight: [experts, outputs, inputs] in f32, f16, bf16, q8 or q4; or two such, whose outputs are laid side by side.
         bias: f32 [experts, outputs], or one (or None) for each weight.
         by_token: whether all slots of a token read one row.
+        out: f32 [slots, outputs] to write the result to; a new tensor if None.
         variant: one of ``VARIANTS``; the fastest that fits if None.
 
     Returns:
@@ -70,13 +73,15 @@ def grouped_linear(
         biases = [None] * len(weights)
     _check(op, x, groups, weights, biases, by_token)
     tell_experts(x, weights, groups, by_token)
-    y = Tensor.empty(x.device, (groups.slots, sum(w.shape[1] for w in weights)))
+    outputs = sum(w.shape[1] for w in weights)
+    y = out if out is not None else Tensor.empty(x.device, (groups.slots, outputs))
+    require_dense(y, op, "out", "f32", groups.slots, outputs)
     if len({w.dtype for w in weights}) > 1:
         raise DeviceError(f"{op}: the weights have different encodings")
     _run("linear", x, groups, weights, biases, by_token, y, 0, variant)
     if not taping(x, *weights, *biases):
         return y
-    require(groups.sorted, op, "a gradient needs sorted groups")
+    require(groups.sorted and out is None, op, "a gradient needs sorted groups, and a tensor of its own")
 
     def back(dy: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
         count = len(weights)
@@ -108,6 +113,7 @@ def grouped_gated(
     *,
     by_token: bool,
     gelu: bool = False,
+    out: Tensor | None = None,
     variant: str | None = None,
 ) -> Tensor:
     """``silu(x · gateᵀ + gate_bias) * (x · upᵀ + up_bias)`` with each slot's expert; arguments as of :func:`grouped_linear`.
@@ -123,12 +129,14 @@ def grouped_gated(
     op = "grouped_gated"
     require(gate.shape == up.shape and gate.dtype == up.dtype, op, "gate and up differ in shape or encoding")
     if taping(x, gate, up, gate_bias, up_bias):
+        require(out is None, op, "a product with a gradient goes into a tensor of its own")
         both = grouped_linear(x, groups, [gate, up], [gate_bias, up_bias], by_token=by_token, variant=variant)
         return activate_gated(both, "gelu_tanh" if gelu else "silu")
     weights, biases = [gate, up], [gate_bias, up_bias]
     _check(op, x, groups, weights, biases, by_token)
     tell_experts(x, weights, groups, by_token)
-    y = Tensor.empty(x.device, (groups.slots, gate.shape[1]))
+    y = out if out is not None else Tensor.empty(x.device, (groups.slots, gate.shape[1]))
+    require_dense(y, op, "out", "f32", groups.slots, gate.shape[1])
     _run("gated", x, groups, weights, biases, by_token, y, _GELU if gelu else 0, variant)
     return y
 
@@ -332,7 +340,12 @@ def _weight_gradient(
     row_limit, tile_limit = device.info.max_groups[:2]
     row_groups, tiles = -(-outputs // rows), -(-columns // width)
     require(row_groups <= row_limit and experts <= MAX_GROUPS, op, "the weight is too large for one run")
-    reads: dict[str, Tensor | None] = {"a": a, "b": x, "rows": groups.rows if by_token else None, "experts": groups.offsets}
+    reads: dict[str, Tensor | None] = {
+        "a": a,
+        "b": x,
+        "rows": groups.rows if by_token else None,
+        "experts": groups.offsets,
+    }
     reads |= {"w0": None, "w1": None} | ({} if sums is not None else {"sums": None})
     for first in range(0, tiles, tile_limit):
         device.kernel(kernel).dispatch(
@@ -355,8 +368,8 @@ def _weight_gradient(
 def expert_mlp(
     x: Tensor,
     groups: Groups,
-    gate_up: Sequence[Tensor],
-    down: Tensor,
+    gate_up: Sequence[Sequence[Tensor]],
+    down: Sequence[Tensor],
     gate_up_biases: Sequence[Tensor | None] | None = None,
     down_bias: Tensor | None = None,
     *,
@@ -364,9 +377,11 @@ def expert_mlp(
 ) -> Tensor:
     """``down(silu(gate(x)) * up(x))`` with each slot's expert (SwiGLU, arXiv:2002.05202).
 
+    Each stack is given as the tensors that together hold its experts, usually one.
+
     Args:
         x: f32 [tokens, inputs].
-        groups: the slots.
+        groups: the slots; sorted if a stack is in several tensors.
         gate_up: gate and up, [experts, inner, inputs] each; or one stack that has gate's rows above up's.
         down: [experts, outputs, inner].
         gate_up_biases: f32 [experts, inner] each, or of the one stack.
@@ -377,11 +392,47 @@ def expert_mlp(
         f32 [slots, outputs].
     """
     biases = [None] * len(gate_up) if gate_up_biases is None else list(gate_up_biases)
-    if len(gate_up) == 2 and gate_up[0].dtype == gate_up[1].dtype and activation != "gelu":
+    if len(down) > 1:
+        return _by_parts(x, groups, gate_up, down, biases, down_bias, activation)
+    stacks = [shards[0] for shards in gate_up]
+    inner = _inner(x, groups, stacks, biases, activation)
+    return grouped_linear(inner, groups, down[0], down_bias, by_token=False)
+
+
+def _inner(
+    x: Tensor, groups: Groups, stacks: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str
+) -> Tensor:
+    if len(stacks) == 2 and stacks[0].dtype == stacks[1].dtype and activation != "gelu":
         gelu = activation == "gelu_tanh"
-        inner = grouped_gated(x, groups, *gate_up, *biases, by_token=True, gelu=gelu)
-    else:
-        parts = [grouped_linear(x, groups, w, b, by_token=True) for w, b in zip(gate_up, biases, strict=True)]
-        both = parts[0] if len(parts) == 1 else join_columns(parts)
-        inner = activate_gated(both, activation)
-    return grouped_linear(inner, groups, down, down_bias, by_token=False)
+        return grouped_gated(x, groups, *stacks, *biases, by_token=True, gelu=gelu)
+    parts = [grouped_linear(x, groups, w, b, by_token=True) for w, b in zip(stacks, biases, strict=True)]
+    return activate_gated(parts[0] if len(parts) == 1 else join_columns(parts), activation)
+
+
+def _by_parts(
+    x: Tensor,
+    groups: Groups,
+    gate_up: Sequence[Sequence[Tensor]],
+    down: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """The same with stacks that are split by experts: each part does the slots of its own."""
+    op = "expert_mlp"
+    require(groups.offsets is not None, op, "stacks in several tensors need sorted groups")
+    counts = [[shard.shape[0] for shard in shards] for shards in (*gate_up, down)]
+    require(counts.count(counts[0]) == len(counts), op, "the stacks are split in different places")
+    assert groups.offsets is not None
+    y = Tensor.empty(x.device, (groups.slots, down[0].shape[1]))
+    first = 0
+    for index, own in enumerate(counts[0]):
+        stop = first + own
+        some = replace(groups, experts=own, offsets=groups.offsets.rows(first, stop + 1))
+        own_biases = [None if b is None else b.rows(first, stop) for b in biases]
+        inner = _inner(x, some, [shards[index] for shards in gate_up], own_biases, activation)
+        bias = None if down_bias is None else down_bias.rows(first, stop)
+        grouped_linear(inner, some, down[index], bias, by_token=False, out=y)
+        first = stop
+    require(not taping(x, *down, *biases), op, "stacks in several tensors have no gradient")
+    return y
