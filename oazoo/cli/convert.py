@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     help="What dense tensors become. keep: quantised ones stay packed where that loses nothing, else f16.",
 )
 @click.option(
+    "--experts-per-token", type=int, help="Experts that a token goes to, of such a checkpoint, if it has any."
+)
+@click.option(
     "--heads", type=int, help="Attention heads of a checkpoint that OA wrote, whose file does not tell."
 )
 @click.option(
@@ -87,6 +90,7 @@ def command(
     heads: int | None,
     vocabulary: Path | None,
     chosen: tuple[str, ...],
+    experts_per_token: int | None,
     no_tokenizer: bool,
     dry_run: bool,
     check: bool,
@@ -113,9 +117,9 @@ def command(
     if output is not None:
         check_output(output, overwrite=force)
     if _is_oa(source):
-        return _convert_oa(Path(source), output, heads, vocabulary, force, as_json)
-    if heads is not None or vocabulary is not None:
-        raise click.UsageError("--heads and --vocabulary are for checkpoints that OA wrote")
+        return _convert_oa(Path(source), output, heads, experts_per_token, vocabulary, force, as_json)
+    if heads is not None or experts_per_token is not None or vocabulary is not None:
+        raise click.UsageError("--heads, --experts-per-token and --vocabulary are for checkpoints that OA wrote")
     if dry_run:
         with (
             progress_bar() as progress,
@@ -244,7 +248,13 @@ def _is_oa(source: str) -> bool:
 
 
 def _convert_oa(
-    path: Path, output: Path | None, heads: int | None, vocabulary: Path | None, force: bool, as_json: bool
+    path: Path,
+    output: Path | None,
+    heads: int | None,
+    experts_per_token: int | None,
+    vocabulary: Path | None,
+    force: bool,
+    as_json: bool,
 ) -> int:
     from oazoo.zoo.oa_checkpoint import import_oa
 
@@ -252,7 +262,14 @@ def _convert_oa(
         raise click.UsageError(
             "a checkpoint that OA wrote has no plan to show; say where to write: -o OUT.oam"
         )
-    config = import_oa(path, output, heads=heads, vocabulary=vocabulary, overwrite=force)
+    config = import_oa(
+        path,
+        output,
+        heads=heads,
+        experts_per_token=experts_per_token,
+        vocabulary=vocabulary,
+        overwrite=force,
+    )
     if as_json:
         emit_json({"output": str(output), "family": config.family, "model": config.to_json()})
     else:

@@ -13,8 +13,10 @@ from oazoo.errors import GenerationError
 from oazoo.models.cache import Cache
 from oazoo.models.sequences import Context, Sequences
 from oazoo.nn.dropout import Dropout
-from oazoo.nn.module import Module, ModuleList, Parameter
+from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.moe import Mixture, RouteStatistics
 from oazoo.runtime import Device, Program, Tensor
+from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.loss import cross_entropy
 from oazoo.runtime.tape import by_rows, checkpoint
 
@@ -118,6 +120,8 @@ class CausalModel(Module):
     ) -> Tensor:
         """The cross-entropy of :meth:`forward`'s logits; those of a large vocabulary are computed some rows at a time.
 
+        In training, losses of routers that were asked for (:meth:`set_router_losses`) are added.
+
         Args:
             ids: i32, u32 or u8 [batch, tokens].
             targets: i32, u32 or u8 [batch · tokens]; one outside the vocabulary gives NaN.
@@ -128,6 +132,15 @@ class CausalModel(Module):
             f32 [1], nats a token.
         """
         hidden = self.sequence_hidden(ids)
+        loss = self._cross_entropy(hidden, targets, mask, count)
+        for mixture in self.mixtures():
+            if mixture.loss is not None:
+                loss = add(loss, mixture.loss)
+        return loss
+
+    def _cross_entropy(
+        self, hidden: Tensor, targets: Tensor, mask: Tensor | None, count: float | None
+    ) -> Tensor:
         rows = hidden.shape[0]
         count = rows if count is None else count
         size = max(4, _LOSS_LOGITS // self.vocab_size // 4 * 4)  # bytes as targets start at multiples of four
@@ -146,6 +159,9 @@ class CausalModel(Module):
             raise GenerationError(
                 f"ids must be [batch, tokens] with 1 to {self.max_positions} tokens, not {list(ids.shape)}"
             )
+        losses = any(m.training and (m.balance or m.z) for m in self.mixtures())
+        if losses and self.checkpointing:
+            raise GenerationError("losses of routers do not go with checkpointing: switch one of them off")
         context = self._sequences_of(*ids.shape)
         x = self.embed_tokens(ids.view(ids.numel), context)
         for layer in self.layers:
@@ -165,6 +181,32 @@ class CausalModel(Module):
         if len(kept) > _KEPT_SHAPES:
             del kept[next(iter(kept))]
         return found
+
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures of experts in it, from the first layer to the last."""
+        return [module for module in self.modules() if isinstance(module, Mixture)]
+
+    def set_router_losses(self, *, balance: float = 0.0, z: float = 0.0) -> None:
+        """Add losses of the routers to :meth:`loss` in training (:func:`oazoo.runtime.ops.routing.router_loss`).
+
+        They are computed inside layers, so they do not go with :attr:`checkpointing`.
+        """
+        for mixture in self.mixtures():
+            mixture.balance, mixture.z = balance, z
+
+    def count_routes(self, wanted: bool = True) -> None:
+        """Count the loads of experts from now on, or no more; programs that were captured before stay as they are."""
+        for mixture in self.mixtures():
+            mixture.counting = wanted
+
+    def route_statistics(self) -> list[RouteStatistics]:
+        """How busy experts were since counting began, a mixture each; waits for the device."""
+        return [mixture.statistics() for mixture in self.mixtures()]
+
+    def update_routing_bias(self, rate: float) -> None:
+        """Let routers favour experts that had less than the mean load (:meth:`oazoo.nn.moe.Mixture.update_routing_bias`)."""
+        for mixture in self.mixtures():
+            mixture.update_routing_bias(rate)
 
     def set_dropout(self, rate: float) -> None:
         """The rate at which embeddings and the outputs of sublayers are dropped in training, where a model has that."""
@@ -237,7 +279,7 @@ class CausalModel(Module):
         return result.reshape(*array.shape, self.vocab_size)
 
 
-def _released(name: str, parameter: Parameter) -> tuple[Tensor, ...]:
+def _released(name: str, held: Parameter | Buffer) -> tuple[Tensor, ...]:
     return ()
 
 

@@ -35,6 +35,7 @@ from oazoo.nn.layers import (
 )
 from oazoo.nn.mamba3 import Mamba3Block
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.moe import MoE, RouteStatistics
 from oazoo.nn.patches import PatchEmbed
 from oazoo.nn.quantizer import Quantized, ResidualVectorQuantizer, VectorQuantizer
 from oazoo.nn.recurrent import GRU, RNN, GRUCell, RecurrentCell, RNNCell
@@ -71,6 +72,7 @@ __all__ = [
     "Mamba3States",
     "MaxPool2d",
     "Mish",
+    "MoE",
     "Module",
     "ModuleList",
     "MultiHeadAttention",
@@ -83,6 +85,7 @@ __all__ = [
     "RecurrentCell",
     "ResidualVectorQuantizer",
     "RoPE",
+    "RouteStatistics",
     "Sequential",
     "SiLU",
     "Sigmoid",

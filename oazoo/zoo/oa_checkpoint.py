@@ -1,8 +1,8 @@
 """Checkpoints that OA wrote: what model they hold, and the same weights and optimizer state in a file that runs here.
 
-OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for one number: how many
-heads its attention has. They tell all of a recurrent model's, and ByteMamba3 (and ByteEmpyrealm, which is the same), over any
-vocabulary.
+OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for how many heads its
+attention has, and how many of its experts a token goes to. They tell all of a recurrent model's, and ByteMamba3 (and
+ByteEmpyrealm, which is the same), over any vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from oazoo.text.train import byte_tokenizer_json
 from oazoo.zoo.tokenizers import load_tokenizer
 
 _ARCHITECTURE = "RustModule"
-_AROUND, _OF_A_LAYER = 6, 16  # tensors: embeddings, last norm, head; and those of each layer
+#: Tensors: embeddings, last norm, head; and those of each layer, without experts and with.
+_AROUND, _OF_A_LAYER, _OF_A_MIXTURE = 6, 16, 17
+#: Where the first layer's experts, or its MLP, are.
+_EXPERTS, _UP = 12, 14
 _AROUND_STATES, _OF_A_CELL = 3, 4
 _OF_EMPYREALM = 10
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,21 +43,24 @@ def is_oa(source: OamSource) -> bool:
     }
 
 
-def oa_config(shapes: Shapes, heads: int | None, where: str) -> ModelConfig:
+def oa_config(
+    shapes: Shapes, heads: int | None, where: str, experts_per_token: int | None = None
+) -> ModelConfig:
     """The configuration of a model of OA's; arguments and errors as for :func:`transformer_config`."""
     listed = [shapes[f"p{index}"] for index in range(len(shapes))]
+    known: ModelConfig | None = None
     if len(listed) == _OF_EMPYREALM and len(listed[0]) == 2:
-        config = EmpyrealmConfig.byte_mamba3(listed[0][0])
-        if list(config.parameters().values()) == listed:
-            if heads is not None:
-                raise UsageError(f"{where}: is OA's ByteMamba3, whose sizes are known; leave --heads out")
-            return config
-    known = recurrent_config(listed)
+        made = EmpyrealmConfig.byte_mamba3(listed[0][0])
+        known, named = (made if list(made.parameters().values()) == listed else None), "ByteMamba3"
     if known is None:
-        return transformer_config(shapes, heads, where)
-    if heads is not None:
+        recurrent = recurrent_config(listed)
+        known, named = recurrent, "a GRU" if recurrent is not None and recurrent.cell == "gru" else "an RNN"
+    if known is None:
+        return transformer_config(shapes, heads, where, experts_per_token)
+    if heads is not None or experts_per_token is not None:
         raise UsageError(
-            f"{where}: OA wrote it, and it is a {known.cell.upper()}: it has no heads; leave --heads out"
+            f"{where}: OA wrote it, and it is {named}: it has neither heads nor experts; leave --heads and "
+            "--experts-per-token out"
         )
     return known
 
@@ -84,40 +90,51 @@ def recurrent_config(listed: Sequence[tuple[int, ...]]) -> RecurrentConfig | Non
     return None
 
 
-def transformer_config(shapes: Shapes, heads: int | None, where: str) -> TransformerConfig:
+def transformer_config(
+    shapes: Shapes, heads: int | None, where: str, experts_per_token: int | None = None
+) -> TransformerConfig:
     """The configuration of a Transformer of OA's.
 
     Args:
         shapes: of p0, p1, …
-        heads: of its attention; None for those of a model that OA has under a name (ByteTransformer).
+        heads: of its attention; None for those of a model that OA has under a name (ByteTransformer, ByteMoeTransformer).
         where: the file, for messages.
+        experts_per_token: of a mixture of experts, likewise.
 
     Raises:
         FormatError: the shapes are not those of such a model.
         UsageError: the number of heads must be told, or cannot be that.
     """
     listed = [shapes[f"p{index}"] for index in range(len(shapes))]
-    layers, rest = divmod(len(listed) - _AROUND, _OF_A_LAYER)
+    mixture = len(listed) > _EXPERTS and len(listed[_EXPERTS]) == 3
+    layers, rest = divmod(len(listed) - _AROUND, _OF_A_MIXTURE if mixture else _OF_A_LAYER)
     told = f"{where}: OA wrote it, without its configuration"
-    if rest or layers < 1 or any(len(shape) != 2 for shape in (*listed[:2], listed[14])):
+    if rest or layers < 1 or any(len(shape) != 2 for shape in listed[:2]) or len(listed[_UP]) != 2 + mixture:
         raise FormatError(
             f"{told}, and its {len(listed)} tensors are not those of a Transformer, RNN or GRU, which is what can be run "
             "of OA's models; they can be inspected and compared"
         )
-    (vocabulary, width), positions, inner = listed[0], listed[1][0], listed[14][0]
+    (vocabulary, width), positions = listed[0], listed[1][0]
+    experts = listed[_EXPERTS][0] if mixture else None
 
-    def make(count: int) -> TransformerConfig:
+    def make(count: int, top: int | None) -> TransformerConfig:
         return TransformerConfig(
             vocab_size=vocabulary,
             hidden_size=width,
-            intermediate_size=inner,
+            intermediate_size=listed[_UP][-1] if mixture else listed[_UP][0],
             num_layers=layers,
             num_heads=count,
             max_positions=positions,
+            num_experts=experts,
+            experts_per_token=top,
         )
 
+    named = TransformerConfig.byte_moe_transformer() if mixture else TransformerConfig.byte_transformer()
+    if experts_per_token is not None and not mixture:
+        raise UsageError(f"{told}. It has no experts")
+    top = min(experts, 2) if experts and experts_per_token is None else experts_per_token
     try:
-        config = make(heads or 1)
+        config = make(heads or 1, top)
     except OazooError as error:
         raise UsageError(f"{where}: {error}") from error
     for (name, wanted), found in zip(config.parameters().items(), listed, strict=True):
@@ -126,10 +143,12 @@ def transformer_config(shapes: Shapes, heads: int | None, where: str) -> Transfo
                 f"{told}, and its tensors are not those of a Transformer: what would be {name} has shape {list(found)} and "
                 f"not {list(wanted)}. They can be inspected and compared"
             )
-    if heads is None and config != TransformerConfig.byte_transformer():
+    if config != named and (heads is None or (mixture and experts_per_token is None)):
+        options = "--heads N --experts-per-token K" if mixture else "--heads N"
+        more = f", and to how many of its {experts} experts a token goes," if mixture else ""
         raise UsageError(
-            f"{told}. It is a Transformer of {layers} layers of width {width}; how many heads its attention has must be "
-            f"told: oazoo convert {Path(where).name} --heads N -o OUT.oam"
+            f"{told}. It is a Transformer of {layers} layers of width {width}; how many heads its attention has{more} must "
+            f"be told: oazoo convert {Path(where).name} {options} -o OUT.oam"
         )
     return config
 
@@ -139,6 +158,7 @@ def import_oa(
     output: Path | str,
     *,
     heads: int | None = None,
+    experts_per_token: int | None = None,
     vocabulary: Path | None = None,
     overwrite: bool = False,
 ) -> ModelConfig:
@@ -148,6 +168,7 @@ def import_oa(
         path: the checkpoint.
         output: the file to write.
         heads: of the model's attention; see :func:`transformer_config`.
+        experts_per_token: of its mixtures of experts, likewise.
         vocabulary: its tokenizer's ``oa_bpe_v1`` or ``oazoo_char_v1`` file; models over 256 tokens have bytes if None.
         overwrite: replace an existing output.
 
@@ -160,7 +181,7 @@ def import_oa(
         if not is_oa(source):
             raise FormatError(f"{path}: is not a checkpoint that OA wrote")
         shapes = {name: tensor.info.shape for name, tensor in source.items()}
-        config = oa_config(shapes, heads, str(path))
+        config = oa_config(shapes, heads, str(path), experts_per_token)
         assets = dict[str, bytes]()
         if vocabulary is not None:
             tokenizer = load_tokenizer(vocabulary)

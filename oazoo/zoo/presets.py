@@ -115,6 +115,10 @@ def _oa_transformer(vocabulary: int, context: int) -> ModelConfig:
     return replace(TransformerConfig.byte_transformer(), vocab_size=vocabulary, max_positions=context)
 
 
+def _oa_moe_transformer(vocabulary: int, context: int) -> ModelConfig:
+    return replace(TransformerConfig.byte_moe_transformer(), vocab_size=vocabulary, max_positions=context)
+
+
 #: OA's small language models: its name for the architecture, and the configuration with the sizes that OA's model over
 #: bytes has, whatever the vocabulary (OA states none for the others).
 _OA_ARCHITECTURES: dict[str, Callable[[int, int], ModelConfig]] = {
@@ -123,6 +127,7 @@ _OA_ARCHITECTURES: dict[str, Callable[[int, int], ModelConfig]] = {
     "Transformer": _oa_transformer,
     "Mamba3": _oa_mamba3,
     "Empyrealm": _oa_mamba3,  # another name for the same function
+    "MoeTransformer": _oa_moe_transformer,
 }
 #: Each comes over each kind of vocabulary: OA's prefix, how many tokens at most, and the line on it.
 _OA_VOCABULARIES: dict[VocabularyKind, tuple[str, int | None, str]] = {

@@ -67,7 +67,7 @@ class Subject:
     def weights(self) -> dict[str, Floats]:
         """Their values, as files have them."""
         if self.adapters is None:
-            return {name: p.values() for name, p in self.model.named_parameters()}
+            return self.model.state_dict()
         return {name: tensor.numpy() for name, tensor in self.learning()}
 
     def load(self, values: Mapping[str, Floats]) -> None:
