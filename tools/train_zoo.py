@@ -28,7 +28,7 @@ RECIPES: dict[str, tuple[str, TrainSettings]] = {
     ),
     "mamba3-bytelm-kjv": (
         "mamba3-bytelm-small",
-        TrainSettings(steps=360, batch_size=16, context=256, optimizer="muon", validation=0.02, seed=1),
+        TrainSettings(steps=360, batch_size=16, context=256, lr=4e-3, validation=0.02, seed=1),
     ),
     "nanogpt-kjv": (
         "nanogpt-small",
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     measured = oazoo.evaluate(packed, test, against=dense, context=settings.context or 128)
     model = oazoo.load(packed)
     samples = [
-        model.generate(prompt, raw=True, max_tokens=200, temperature=0.7, top_p=0.95, seed=7).text
+        model.generate(prompt, raw=True, max_tokens=100, temperature=0.7, top_p=0.95, seed=7).text
         for prompt in PROMPTS
     ]
     figures: dict[str, Any] = {

@@ -290,7 +290,7 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
 def place(tensor: SourceTensor, device: Device, offset: float = 0.0, *, plain: bool = False) -> list[Tensor]:
     """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it.
 
-    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as a vector's always are: for biases
+    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as those of a vector are: for biases
     and scales of several dimensions.
     """
     info = tensor.info
