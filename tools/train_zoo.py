@@ -26,6 +26,10 @@ RECIPES: dict[str, tuple[str, TrainSettings]] = {
         "bytelm-small",
         TrainSettings(steps=450, batch_size=16, context=256, optimizer="muon", validation=0.02, seed=1),
     ),
+    "mamba3-bytelm-kjv": (
+        "mamba3-bytelm-small",
+        TrainSettings(steps=360, batch_size=16, context=256, lr=4e-3, validation=0.02, seed=1),
+    ),
     "nanogpt-kjv": (
         "nanogpt-small",
         TrainSettings(steps=300, batch_size=16, context=128, optimizer="muon", validation=0.02, seed=1),
