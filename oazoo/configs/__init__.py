@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from oazoo.configs.decoder import DecoderConfig
+from oazoo.configs.flow import FlowConfig
 from oazoo.configs.mamba import MambaConfig
 from oazoo.configs.mamba3 import Mamba3Config
 from oazoo.configs.nanogpt import NanoGPTConfig
@@ -22,6 +23,7 @@ from oazoo.errors import TranslationError
 
 __all__ = [
     "DecoderConfig",
+    "FlowConfig",
     "Mamba3Config",
     "MambaConfig",
     "ModelConfig",
@@ -31,10 +33,11 @@ __all__ = [
     "config_from_json",
 ]
 
-ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config
+ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | FlowConfig
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
-    cls.family: cls for cls in (DecoderConfig, NanoGPTConfig, TransformerConfig, MambaConfig, Mamba3Config)
+    cls.family: cls
+    for cls in (DecoderConfig, NanoGPTConfig, TransformerConfig, MambaConfig, Mamba3Config, FlowConfig)
 }
 
 

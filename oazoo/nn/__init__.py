@@ -19,6 +19,7 @@ from oazoo.nn.attention import MultiHeadAttention
 from oazoo.nn.blocks import MLP, Sequential, TransformerBlock
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.feed_forward import FFN, SwiGLU
+from oazoo.nn.flow import FlowBlock, FlowTimeEmbedding, FlowTransformer
 from oazoo.nn.layers import (
     Adapter,
     ByteEmbedding,
@@ -45,6 +46,9 @@ __all__ = [
     "ByteOutputHead",
     "Dropout",
     "Embedding",
+    "FlowBlock",
+    "FlowTimeEmbedding",
+    "FlowTransformer",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
