@@ -25,7 +25,7 @@ MAX_CLASSES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowConfig(StrictJson):
-    """A flow model over ``tokens`` tokens of ``token_size`` values: patches of an image, row by row, or frames of a sequence.
+    """A flow model over ``tokens`` tokens of ``token_size`` values: patches of an image row by row, or frames of a sequence.
 
     ``style``: ``"oa"`` is OA's FlowDenoiser: learned positions, a condition that is the sum of time embedding and what is
     projected or looked up, norms with parameters. ``"dit"`` is DiT's and SiT's: the time embedding, of width
@@ -33,14 +33,16 @@ class FlowConfig(StrictJson):
     modulated. ``norm_eps``: of all norms.
 
     ``condition_features``: width of a vector that the model is told, 0 for none. ``num_classes``: 0 for none; the table has
-    one row more, of no class at all. ``prediction``: what the network says: ``"velocity"`` is noise less data, at times from 0
-    (data) to 1 (noise); ``"sit_velocity"`` is data less noise, at times from 0 (noise) to 1 (data); ``"noise"`` is DiT's,
+    one row more, of no class at all. ``prediction``: what the network says: ``"velocity"`` is noise less data, at times from
+    0 (data) to 1 (noise); ``"sit_velocity"`` is data less noise, at times from 0 (noise) to 1 (data); ``"noise"`` is DiT's,
     at steps from 0 (data) to 999, which is not integrated here. ``predicted_values``: values the network says for a token;
     the first ``token_size`` of them are the prediction.
 
     ``image_height``, ``image_width``, ``image_channels`` in pixels and ``patch``: 0 for sequences. ``time_period`` and
     ``time_scale``: of the time embedding. ``num_experts``: 0 for a dense feed-forward layer, else experts of
-    ``intermediate_size``, ``experts_per_token`` of which a token uses.
+    ``intermediate_size``, ``experts_per_token`` of which a token uses. The model sees ``(data - data_offset) / data_scale``,
+    one number each for all values, or one a channel (of an image) or value (of a token); with ``clip``, what is generated is
+    kept within ± 1 of that.
     """
 
     family: ClassVar[str] = "flow"
@@ -66,6 +68,9 @@ class FlowConfig(StrictJson):
     patch: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    data_offset: tuple[float, ...] = (0.0,)
+    data_scale: tuple[float, ...] = (1.0,)
+    clip: bool = False
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -127,6 +132,15 @@ class FlowConfig(StrictJson):
                 where,
                 f"{name} = {value} is out of range (0 to 1e9)",
             )
+        channels = self.image_channels if self.is_image else self.token_size
+        for name in ("data_offset", "data_scale"):
+            values = getattr(self, name)
+            check(
+                len(values) in (1, channels) and all(math.isfinite(v) and abs(v) < 1e30 for v in values),
+                where,
+                f"{name} must have 1 or {channels} finite numbers",
+            )
+        check(all(v > 0 for v in self.data_scale), where, "data_scale must be positive")
         if self.is_image:
             self._check_image(where)
         else:
