@@ -29,11 +29,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS = [
     click.option(
         "--data",
-        required=True,
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE|DIR",
-        help="Text (UTF-8), or .jsonl with an example a line; more than one may be given.",
+        help="Text (UTF-8), or .jsonl with an example a line; .npz or .npy for flow models. More than one may be given.",
     ),
     click.option("-o", "--output", type=click.Path(path_type=Path), metavar="RUN", help="The run's folder."),
     click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in RUN."),
@@ -116,6 +115,30 @@ def training_options(function: F) -> F:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
+
+
+def flow_options(function: F) -> F:
+    """Options that only runs of flow models have."""
+    for option in (
+        click.option(
+            "--condition-dropout",
+            type=float,
+            help="Flow models: share of classes or conditions that are not told.  [default: 0.1]",
+        ),
+        click.option("--classes", metavar="K,…", help="Flow models: learn only these classes."),
+    ):
+        function = option(function)
+    return function
+
+
+def classes_of(text: str | None) -> list[int]:
+    """The numbers of ``--classes``."""
+    if text is None:
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.UsageError(f"--classes takes numbers with commas between, not {text[:60]!r}") from error
 
 
 def settings_of(options: dict[str, Any]) -> Any:
