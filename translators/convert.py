@@ -216,6 +216,7 @@ def convert(
     provenance: Mapping[str, Any] | None = None,
     with_tokenizer: bool = True,
     own: Sequence[Translator] = (),
+    stated: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint to an ``.oam`` file, in memory bounded by its largest tensor.
 
@@ -232,7 +233,7 @@ def convert(
             ``files``, a mapping from file name to the SHA-256 that the file must have; ``generation``, defaults of
             sampling for where the source has none of its own.
         with_tokenizer: ``False`` to store the weights only.
-        own: translators of a map of the caller's; see :func:`oazoo.translators.plan.plan`.
+        own, stated: translators of a map of the caller's, and settings; see :func:`oazoo.translators.plan.plan`.
 
     Raises:
         OazooError: see :func:`oazoo.translators.plan.plan` for the source and
@@ -240,7 +241,9 @@ def convert(
             does not fit ``dtype``.
     """
     target = check_output(out, overwrite=overwrite)
-    with plan(src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance, own=own) as planned:
+    with plan(
+        src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance, own=own, stated=stated
+    ) as planned:
         files = planned.hashed_files()
         check_not_input(out, files)
         known = _known_hashes(planned.provenance)

@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     help="What dense tensors become. keep: quantised ones stay packed where that loses nothing, else f16.",
 )
 @click.option(
-    "--heads", type=int, help="Attention heads of a checkpoint that OA wrote, whose file does not tell."
+    "--heads",
+    type=int,
+    help="Attention heads of a checkpoint whose file does not tell: one that OA wrote, DiT, SiT.",
 )
 @click.option("--no-tokenizer", is_flag=True, help="Weights only.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
@@ -98,8 +100,6 @@ def command(
         check_output(output, overwrite=force)
     if _is_oa(source):
         return _convert_oa(Path(source), output, heads, force, as_json)
-    if heads is not None:
-        raise click.UsageError("--heads is for checkpoints that OA wrote")
     if dry_run:
         with (
             progress_bar() as progress,
@@ -109,6 +109,7 @@ def command(
                 dtype=dtype,
                 with_tokenizer=not no_tokenizer,
                 map_file=map_file,
+                heads=heads,
                 progress=progress,
                 notify=say,
             ) as planned,
@@ -132,6 +133,7 @@ def command(
             output,
             arch=arch,
             dtype=dtype,
+            heads=heads,
             overwrite=force,
             with_tokenizer=not no_tokenizer,
             map_file=map_file,

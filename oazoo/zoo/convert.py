@@ -41,6 +41,7 @@ def convert(
     overwrite: bool = False,
     with_tokenizer: bool = True,
     map_file: str | Path | None = None,
+    heads: int | None = None,
     check: bool = False,
     check_tolerance: float | None = None,
     progress: Progress | None = None,
@@ -58,6 +59,7 @@ def convert(
         with_tokenizer: carry tokenizer and chat template.
         map_file: a map of your own, ``.toml`` or ``.py``, to be used instead of the built-in ones; see
             docs/tutorial-own-map.md. A Python file is run: name only what you trust.
+        heads: of the attention of a DiT or SiT, whose file does not tell.
         check: compare logits with the source afterwards; the report's ``check`` is then a
             :class:`oazoo.zoo.check.CheckReport`. Needs a Vulkan device. The file is kept whatever the check finds.
         check_tolerance: see :func:`oazoo.zoo.check.check_conversion`.
@@ -85,6 +87,7 @@ def convert(
         provenance=provenance_of(pulled),
         with_tokenizer=with_tokenizer,
         own=own,
+        stated=_stated(heads),
     )
     if not check:
         return report
@@ -104,6 +107,7 @@ def plan_conversion(
     dtype: str = "keep",
     with_tokenizer: bool = True,
     map_file: str | Path | None = None,
+    heads: int | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -111,8 +115,19 @@ def plan_conversion(
     own = load_map(map_file).translators if map_file is not None else ()
     pulled = fetch(source, progress, notify)
     return plan(
-        pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled), own=own
+        pulled.path,
+        arch,
+        dtype,
+        with_tokenizer=with_tokenizer,
+        provenance=provenance_of(pulled),
+        own=own,
+        stated=_stated(heads),
     )
+
+
+def _stated(heads: int | None) -> dict[str, Any] | None:
+    """What the caller says of a checkpoint."""
+    return None if heads is None else {"num_heads": heads}
 
 
 def fetch(

@@ -97,7 +97,13 @@ FLOW_PRESETS: dict[str, FlowPreset] = {
         heads=4,
         inner=256,
         digits=True,
-        settings={"batch_size": 128, "epochs": 150.0, "lr": 2e-3},
+        settings={
+            "batch_size": 64,
+            "epochs": 130.0,
+            "lr": 1.5e-3,
+            "min_lr": 0.02,
+            "weight_decay": 0.01,
+        },
     ),
     "flow-tiny": FlowPreset(
         "images and sequences, 0.1 M parameters: for trying", hidden=64, layers=2, heads=2, inner=128
