@@ -23,6 +23,7 @@ from oazoo.cli.common import (
 if TYPE_CHECKING:
     from oazoo.training.records import Summary
     from oazoo.zoo.train import Run
+    from oazoo.zoo.train_flow import FlowRun
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -150,7 +151,7 @@ def settings_of(options: dict[str, Any]) -> Any:
 
 
 def carry_out(
-    make: Callable[..., Run], output: Path | None, resume: bool, dry_run: bool, as_json: bool
+    make: Callable[..., Run | FlowRun], output: Path | None, resume: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Make a run and fit it, with a bar, a log, curves, and a summary; or only say what it would do."""
     from oazoo.training.callbacks import ProgressReport
@@ -176,7 +177,7 @@ def carry_out(
     _show_summary(run, summary, as_json)
 
 
-def _tell_plan(run: Run) -> None:
+def _tell_plan(run: Run | FlowRun) -> None:
     plan = run.plan
     say(
         f"{plan.model}: {format_count(plan.trained)} of {format_count(plan.parameters)} parameters learn, "
@@ -185,7 +186,7 @@ def _tell_plan(run: Run) -> None:
     )
 
 
-def _show_plan(run: Run, as_json: bool) -> None:
+def _show_plan(run: Run | FlowRun, as_json: bool) -> None:
     plan = run.plan
     if as_json:
         emit_json(plan.to_json())
@@ -210,7 +211,7 @@ def _show_plan(run: Run, as_json: bool) -> None:
     )
 
 
-def _show_summary(run: Run, summary: Summary, as_json: bool) -> None:
+def _show_summary(run: Run | FlowRun, summary: Summary, as_json: bool) -> None:
     if as_json:
         emit_json({"plan": run.plan.to_json(), "summary": summary.to_json(), "folder": str(run.output)})
         return

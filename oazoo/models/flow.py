@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from oazoo.configs import FlowConfig
 from oazoo.errors import DeviceError
+from oazoo.models.flow_tokens import wave_positions
 from oazoo.nn.flow import (
     FlowBlock,
     FlowTimeEmbedding,
@@ -38,7 +39,8 @@ class FlowDenoiser(Module):
     """Input projection, positions, time and condition, flow blocks, output projection.
 
     ``h = input_proj(sample) + position; c = time_embedding(t) + condition; output_proj(final_norm(blocks(h, c)))``.
-    With the style ``"dit"`` the time embedding goes through an MLP, and the last norm is modulated by the condition.
+    With the style ``"dit"`` the time embedding goes through an MLP, the last norm is modulated by the condition, and
+    positions are given waves that :meth:`freeze_positions` keeps from learning.
 
     Args:
         config: sizes and style.
@@ -53,6 +55,8 @@ class FlowDenoiser(Module):
         #: Whether blocks keep nothing inside on the way forward and compute it again on the way back.
         self.checkpointing = False
         self.position = Parameter(config.tokens, hidden, initial=normal(0.02))
+        if dit:
+            self.position.initial = lambda rng, shape: wave_positions(config)
         self.input_proj = Linear(config.token_size, hidden)
         self._times = FlowTimeEmbedding(
             config.frequency_size, config.time_period, config.time_scale, cosine_first=dit
@@ -81,6 +85,11 @@ class FlowDenoiser(Module):
         self.final_norm = norm(hidden, config.norm_eps, not dit)
         self.output_proj = Linear(hidden, config.predicted_values)
         self.output_proj.weight.initial = zeros if dit else self.output_proj.weight.initial
+
+    def freeze_positions(self) -> None:
+        """Take no gradient with respect to positions that are not learned."""
+        if self.config.style == "dit":
+            self.position.tensor.requires_grad = False
 
     @property
     def null_class(self) -> int:

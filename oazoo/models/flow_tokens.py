@@ -46,3 +46,25 @@ def from_tokens(config: FlowConfig, tokens: Floats) -> Floats:
 
 def _scaling(config: FlowConfig) -> tuple[Floats, Floats]:
     return np.asarray(config.data_offset, np.float32), np.asarray(config.data_scale, np.float32)
+
+
+def wave_positions(config: FlowConfig) -> Floats:
+    """Positions that are not learned, as DiT has them: f32 [tokens, hidden_size].
+
+    Of images, the first half of the width tells the column of a patch and the second its row, of sequences all of it the
+    place: sines, then cosines, of the place over wavelengths up to 10,000. A width that does not divide ends in zeros.
+    """
+    if config.is_image:
+        rows, columns = config.image_height // config.patch, config.image_width // config.patch
+        row, column = np.divmod(np.arange(config.tokens), columns)
+        assert rows * columns == config.tokens
+        places = [column, row]
+    else:
+        places = [np.arange(config.tokens)]
+    found = np.zeros((config.tokens, config.hidden_size), np.float32)
+    half = config.hidden_size // (2 * len(places))
+    for number, place in enumerate(places):
+        angles = place[:, None] * 10_000.0 ** (-np.arange(half) / half)
+        first = number * 2 * half
+        found[:, first : first + 2 * half] = np.concatenate([np.sin(angles), np.cos(angles)], 1)
+    return found

@@ -60,7 +60,7 @@ class FlowData:
 
     def take(self, which: npt.NDArray[Any]) -> FlowData:
         """Some items: by number, or by a mask."""
-        rest = {
+        rest: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name)[which]
             for name in ("labels", "conditions", "mask")
         }

@@ -78,7 +78,8 @@ class FlowSubject:
 
     def learning(self) -> list[tuple[str, Tensor]]:
         """Names and tensors of the parameters that learn, in the order of files."""
-        return [(name, parameter.tensor) for name, parameter in self.model.named_parameters()]
+        found = [(name, parameter.tensor) for name, parameter in self.model.named_parameters()]
+        return [(name, tensor) for name, tensor in found if tensor.requires_grad]
 
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
         """Their values."""
@@ -102,6 +103,7 @@ def _new(name: str, data: FlowData, seed: int, device: Device) -> FlowSubject:
     config = flow_preset(name).config(data)
     model = FlowDenoiser(config, device)
     model.initialize(device, seed)
+    model.freeze_positions()
     document = {
         "oazoo": 1,
         "family": config.family,
@@ -122,6 +124,7 @@ def _imported(loaded: FlowModel) -> FlowSubject:
         document = {k: v for k, v in source.metadata.items() if k not in ("receipt", "quantization")}
         facts = source.metadata.get("receipt")
     loaded.model.to_f32().requires_grad_()
+    loaded.model.freeze_positions()
     config = loaded.config
     identity = {"model": loaded.name, "receipt": facts, "config": config.to_json()}
     return FlowSubject(loaded.name, "full", loaded.model, _file(config, document), identity)
@@ -185,9 +188,9 @@ class FlowRun:
         _check_settings(settings, condition_dropout)
         model, config = subject.model, subject.config
         _check_data(data, config, subject.name)
-        if validation is not None:
-            _check_data(validation, config, subject.name)
-            part, held = data, validation
+        part, held = data, validation
+        if held is not None:
+            _check_data(held, config, subject.name)
         else:
             part, held = data.split(settings.validation, settings.seed)
         items = FlowItems(part, to_tokens(config, rescaled(part, config)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from oazoo.runtime.ops.common import MAX_ELEMENTS, MAX_GROUPS, class_numbers, grid, require, require_dense
 from oazoo.runtime.ops.norm import column_sums
@@ -198,7 +199,7 @@ def masked_mse(x: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     device, groups = x.device, -(-x.numel // _SUMMED)
     partial, sums, over = Tensor.empty(device, (2, groups)), Tensor.empty(device, (2,)), grid(groups)
     reads: dict[str, Tensor | None] = {"x": x, "target": target, "mask": mask}
-    scalars = {"count": x.numel, "each": x.numel // mask.numel, "groups": groups}
+    scalars: dict[str, Any] = {"count": x.numel, "each": x.numel // mask.numel, "groups": groups}
     device.kernel("masked_mse").dispatch(
         over, {**reads, "scale": None, "sums": None}, {"y": partial}, columns=over[0], **scalars
     )
