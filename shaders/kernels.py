@@ -122,7 +122,7 @@ FLOW = {
     "linear_match": "linearMatch",
     "advance_state": "advanceState",
     "guide": "guide",
-    "spread": "spread",
+    "read_clock": "readClock",
     "masked_mse": "maskedMse",
     "masked_mse_end": "maskedMseEnd",
     "masked_mse_back": "maskedMseBack",

@@ -156,12 +156,12 @@ class FlowSteps:
 
     def _velocity(self, x: Tensor, time: int) -> Tensor:
         if not self._guided:
-            at = ops.spread(self._clock, time, self.batch)
+            at = ops.read_clock(self._clock, time, self.batch)
             return self.model.velocity(x, at, self._condition, keep=self._keep)
         both = Tensor.empty(self._device, (2 * self.batch, *x.shape[1:]))
         for half in range(2):
             accumulate(both.rows(half * self.batch, (half + 1) * self.batch), x, 1.0, 0.0)
-        at = ops.spread(self._clock, time, 2 * self.batch)
+        at = ops.read_clock(self._clock, time, 2 * self.batch)
         v = self.model.velocity(both, at, self._condition, keep=self._keep)
         return ops.guide(v, self._clock, _GUIDANCE)
 

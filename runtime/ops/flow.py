@@ -353,12 +353,12 @@ def guide(v: Tensor, clock: Tensor, scale: int) -> Tensor:
     return y
 
 
-def spread(clock: Tensor, which: int, count: int) -> Tensor:
+def read_clock(clock: Tensor, which: int, count: int) -> Tensor:
     """f32 [count], each the number ``which`` of ``clock`` (f32 [numbers])."""
-    _check_clock("spread", clock, which)
+    _check_clock("read_clock", clock, which)
     y, groups = Tensor.empty(clock.device, (count,)), grid(-(-count // 256))
     if count:
-        clock.device.kernel("spread").dispatch(
+        clock.device.kernel("read_clock").dispatch(
             groups, {"clock": clock}, {"y": y}, count=count, columns=groups[0], which=which
         )
     return y

@@ -146,7 +146,7 @@ def test_wrong_arguments_are_refused() -> None:
         (lambda: ops.add_repeated(x, on_device(normal(4, 4))), "not made of"),
         (lambda: ops.masked_mse(x, x, m), "does not fit"),
         (lambda: ops.guide(on_device(normal(3, 2)), m.view(24), 0), "two halves"),
-        (lambda: ops.spread(m.view(24), 24, 2), "no number 24"),
+        (lambda: ops.read_clock(m.view(24), 24, 2), "no number 24"),
         (lambda: ops.drop_rows(x, 1.5), "rate 1.5"),
     ):
         with pytest.raises(DeviceError, match=message):
