@@ -1,8 +1,8 @@
 """oazoo: a model zoo with weight translation and quantization, on its own Vulkan runtime.
 
 The public functions are imported when they are first used, so that ``import oazoo`` is quick and needs no driver:
-:func:`load`, :func:`convert`, :func:`quantize`, :func:`evaluate`, :func:`export`, :func:`diff`, :func:`pull`,
-:func:`train`, :func:`finetune`.
+:func:`load`, :func:`load_flow`, :func:`convert`, :func:`quantize`, :func:`evaluate`, :func:`export`, :func:`diff`,
+:func:`pull`, :func:`train`, :func:`finetune`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from oazoo.zoo.diff import diff
     from oazoo.zoo.evaluate import evaluate
     from oazoo.zoo.export import export
-    from oazoo.zoo.load import load
+    from oazoo.zoo.load import load, load_flow
     from oazoo.zoo.pull import pull
     from oazoo.zoo.quantize import quantize
     from oazoo.zoo.train import finetune, train
@@ -31,6 +31,7 @@ __all__ = [
     "export",
     "finetune",
     "load",
+    "load_flow",
     "pull",
     "quantize",
     "train",
@@ -43,6 +44,7 @@ _HOMES = {
     "export": "oazoo.zoo.export",
     "finetune": "oazoo.zoo.train",
     "load": "oazoo.zoo.load",
+    "load_flow": "oazoo.zoo.load",
     "pull": "oazoo.zoo.pull",
     "quantize": "oazoo.zoo.quantize",
     "train": "oazoo.zoo.train",

@@ -146,6 +146,24 @@ OPTIMIZER_PARTS = {
     "unit_norm": "unitNorm",
     "note": "note",
 }
+#: What flow matching needs (flow.slang), by the name of the kernel.
+FLOW = {
+    "modulate": "modulate",
+    "modulate_back": "modulateBack",
+    "add_repeated": "addRepeated",
+    "time_embedding": "timeEmbedding",
+    "linear_match": "linearMatch",
+    "advance_state": "advanceState",
+    "guide": "guide",
+    "read_clock": "readClock",
+    "masked_mse": "maskedMse",
+    "masked_mse_end": "maskedMseEnd",
+    "masked_mse_back": "maskedMseBack",
+    "uniforms": "uniforms",
+    "normals": "normals",
+    "drop_ids": "dropIds",
+    "drop_rows": "dropRows",
+}
 #: Head widths that have training attention of their own for CPU devices.
 TRAIN_HEAD_DIMS = (16, 32, 64)
 #: Recurrent cells (recurrent.slang), and how many gates they have.
@@ -174,6 +192,8 @@ def _training() -> dict[str, KernelSpec]:
     table["softcap_back"] = KernelSpec("unary", "backward<Softcap>")
     for name in ("draw", "bits", "dropout"):
         table[name] = KernelSpec("random", name)
+    for name, entry in FLOW.items():
+        table[name] = KernelSpec("flow", entry)
     table["tally_sum"] = KernelSpec("tally", "addWeighted", precise=True)
     table["tally_hits"] = KernelSpec("tally", "countHits")
     for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):

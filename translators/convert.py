@@ -217,6 +217,7 @@ def convert(
     with_tokenizer: bool = True,
     own: Sequence[Translator] = (),
     chosen: Mapping[str, str] | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint to an ``.oam`` file, in memory bounded by its largest tensor.
 
@@ -233,7 +234,7 @@ def convert(
             ``files``, a mapping from file name to the SHA-256 that the file must have; ``generation``, defaults of
             sampling for where the source has none of its own.
         with_tokenizer: ``False`` to store the weights only.
-        own: translators of a map of the caller's; ``chosen``: what the checkpoint does not state; for both see
+        own: translators of a map of the caller's; ``chosen``, ``stated``: what the checkpoint does not state; for all see
             :func:`oazoo.translators.plan.plan`.
 
     Raises:
@@ -243,7 +244,14 @@ def convert(
     """
     target = check_output(out, overwrite=overwrite)
     with plan(
-        src, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance, own=own, chosen=chosen
+        src,
+        arch,
+        dtype,
+        with_tokenizer=with_tokenizer,
+        provenance=provenance,
+        own=own,
+        chosen=chosen,
+        stated=stated,
     ) as planned:
         files = planned.hashed_files()
         check_not_input(out, files)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oazoo.configs import ModelConfig
+from oazoo.configs import FlowConfig, ModelConfig
 from oazoo.errors import UsageError
 from oazoo.formats.detect import open_source
 from oazoo.formats.oam_layout import ASSET_PREFIX, OamConfig
@@ -258,6 +258,7 @@ def plan(
     provenance: Mapping[str, Any] | None = None,
     own: Sequence[Translator] = (),
     chosen: Mapping[str, str] | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan the conversion of a checkpoint.
 
@@ -272,6 +273,7 @@ def plan(
         own: translators of a map of the caller's (:func:`oazoo.translators.own_map.load_map`), to be used instead of all
             others.
         chosen: what the checkpoint does not state: names and values that the translator lets a person choose.
+        stated: settings that the checkpoint does not say: ``num_heads`` of a DiT or SiT.
 
     Raises:
         UsageError: an unknown ``arch`` or ``dtype``, unknown provenance, nothing of that name to choose, or no such file.
@@ -289,7 +291,7 @@ def plan(
     try:
         if own and arch == "raw":
             raise UsageError("a map of your own and --arch raw exclude each other")
-        checkpoint = open_checkpoint(opened, arch, own_map=bool(own))
+        checkpoint = open_checkpoint(opened, arch, own_map=bool(own), stated=stated)
         checkpoint = decode_fp8(checkpoint)
         refuse_packed(checkpoint)
         translator = choose(checkpoint, arch, own)
@@ -297,7 +299,11 @@ def plan(
         checked = check(checkpoint, translation, dtype)
         rows = translation.config.vocab_size
         side_files: tuple[Path, ...] = ()
-        if checkpoint.naming == "gguf":
+        if isinstance(translation.config, FlowConfig):
+            assets = Assets()
+            settings = checkpoint.source.path.parent / "config.json"
+            side_files = (settings,) if settings.is_file() else ()
+        elif checkpoint.naming == "gguf":
             assets = gguf_assets(checkpoint, rows, with_tokenizer)
         elif checkpoint.naming == "onnx" and checkpoint.declared == ("oazoo",):
             from oazoo.translators.onnx_ours import our_assets  # brings the writing of graphs along

@@ -269,10 +269,40 @@ def _state_spaces(config: Mapping[str, Any]) -> tuple[str, ...]:
     return (layer,) if isinstance(layer, str) else ()
 
 
-def open_checkpoint(source: WeightSource, arch: str = "auto", *, own_map: bool = False) -> Checkpoint:
+#: A weight that DiT and SiT have and others have not.
+_PATCHES = "x_embedder.proj.weight"
+
+
+def _diffusion(source: WeightSource, stated: Mapping[str, Any], arch: str) -> Checkpoint:
+    """A DiT or SiT: what its file does not say, a config.json beside it or the caller does."""
+    folder = source.path if source.path.is_dir() else source.path.parent
+    path = folder / "config.json"
+    config = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
+    if not isinstance(config, Mapping):
+        raise TranslationError(f"{path}: expected an object, found {type(config).__name__}")
+    names = config.get("architectures") or ()
+    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+        raise TranslationError(f"{path}: architectures must be a list of texts")
+    if arch == "auto" and not names:
+        raise TranslationError(
+            f"{source.path}: is a DiT or a SiT, and no tensor tells which: --arch dit (it says noise), or --arch sit (a "
+            "velocity)"
+        )
+    naming = "torch" if source.format == "torch" else "hf"
+    return Checkpoint(source, naming, {**config, **stated}, folder, tuple(names))
+
+
+def open_checkpoint(
+    source: WeightSource,
+    arch: str = "auto",
+    *,
+    own_map: bool = False,
+    stated: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """Find the settings that belong to an opened source; none are looked for when ``arch`` is ``"raw"``.
 
-    With ``own_map`` a checkpoint may come without settings: the map that was named may need none.
+    With ``own_map`` a checkpoint may come without settings: the map that was named may need none. ``stated`` are settings
+    that a caller knows and the checkpoint, a DiT or SiT, does not say.
 
     Raises:
         TranslationError: no settings are found, or the container is not one that is translated.
@@ -282,6 +312,12 @@ def open_checkpoint(source: WeightSource, arch: str = "auto", *, own_map: bool =
     if source.format == "onnx":
         own = "oazoo.graph" in (source.metadata.get("properties") or {})
         return Checkpoint(source, "onnx", source.metadata, None, ("oazoo" if own else "graph",))
+    if any(f"{prefix}{_PATCHES}" in source for prefix in ("", "ema.", "model.")):
+        return _diffusion(source, stated or {}, arch)
+    if stated:
+        raise TranslationError(
+            f"{source.path}: says itself what {', '.join(stated)} is; that is for checkpoints of DiT and SiT"
+        )
     beside = source.format == "torch" and source.path.name == TORCH_NAME
     beside = beside and (source.path.parent / "config.json").is_file()
     if source.format == "torch" and not beside:

@@ -23,17 +23,17 @@ from oazoo.cli.common import (
 if TYPE_CHECKING:
     from oazoo.training.records import Summary
     from oazoo.zoo.train import Run
+    from oazoo.zoo.train_flow import FlowRun
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = [
     click.option(
         "--data",
-        required=True,
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE|DIR",
-        help="Text (UTF-8), or .jsonl with an example a line; more than one may be given.",
+        help="Text (UTF-8), or .jsonl with an example a line; .npz or .npy for flow models. More than one may be given.",
     ),
     click.option("-o", "--output", type=click.Path(path_type=Path), metavar="RUN", help="The run's folder."),
     click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in RUN."),
@@ -118,6 +118,30 @@ def training_options(function: F) -> F:
     return function
 
 
+def flow_options(function: F) -> F:
+    """Options that only runs of flow models have."""
+    for option in (
+        click.option(
+            "--condition-dropout",
+            type=float,
+            help="Flow models: share of classes or conditions that are not told.  [default: 0.1]",
+        ),
+        click.option("--classes", metavar="K,…", help="Flow models: learn only these classes."),
+    ):
+        function = option(function)
+    return function
+
+
+def classes_of(text: str | None) -> list[int]:
+    """The numbers of ``--classes``."""
+    if text is None:
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.UsageError(f"--classes takes numbers with commas between, not {text[:60]!r}") from error
+
+
 def settings_of(options: dict[str, Any]) -> Any:
     """The settings among a command's options, taken out of them."""
     from oazoo.zoo.train_settings import TrainSettings
@@ -127,7 +151,7 @@ def settings_of(options: dict[str, Any]) -> Any:
 
 
 def carry_out(
-    make: Callable[..., Run], output: Path | None, resume: bool, dry_run: bool, as_json: bool
+    make: Callable[..., Run | FlowRun], output: Path | None, resume: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Make a run and fit it, with a bar, a log, curves, and a summary; or only say what it would do."""
     from oazoo.training.callbacks import ProgressReport
@@ -153,7 +177,7 @@ def carry_out(
     _show_summary(run, summary, as_json)
 
 
-def _tell_plan(run: Run) -> None:
+def _tell_plan(run: Run | FlowRun) -> None:
     plan = run.plan
     say(
         f"{plan.model}: {format_count(plan.trained)} of {format_count(plan.parameters)} parameters learn, "
@@ -162,7 +186,7 @@ def _tell_plan(run: Run) -> None:
     )
 
 
-def _show_plan(run: Run, as_json: bool) -> None:
+def _show_plan(run: Run | FlowRun, as_json: bool) -> None:
     plan = run.plan
     if as_json:
         emit_json(plan.to_json())
@@ -187,7 +211,7 @@ def _show_plan(run: Run, as_json: bool) -> None:
     )
 
 
-def _show_summary(run: Run, summary: Summary, as_json: bool) -> None:
+def _show_summary(run: Run | FlowRun, summary: Summary, as_json: bool) -> None:
     if as_json:
         emit_json({"plan": run.plan.to_json(), "summary": summary.to_json(), "folder": str(run.output)})
         return

@@ -49,10 +49,12 @@ if TYPE_CHECKING:
     help="What dense tensors become. keep: quantised ones stay packed where that loses nothing, else f16.",
 )
 @click.option(
-    "--experts-per-token", type=int, help="Experts that a token goes to, of such a checkpoint, if it has any."
+    "--experts-per-token", type=int, help="Experts that a token goes to, of a checkpoint that OA wrote, if it has any."
 )
 @click.option(
-    "--heads", type=int, help="Attention heads of a checkpoint that OA wrote, whose file does not tell."
+    "--heads",
+    type=int,
+    help="Attention heads of a checkpoint whose file does not tell: one that OA wrote, DiT, SiT.",
 )
 @click.option(
     "--vocabulary",
@@ -118,8 +120,8 @@ def command(
         check_output(output, overwrite=force)
     if _is_oa(source):
         return _convert_oa(Path(source), output, heads, experts_per_token, vocabulary, force, as_json)
-    if heads is not None or experts_per_token is not None or vocabulary is not None:
-        raise click.UsageError("--heads, --experts-per-token and --vocabulary are for checkpoints that OA wrote")
+    if experts_per_token is not None or vocabulary is not None:
+        raise click.UsageError("--experts-per-token and --vocabulary are for checkpoints that OA wrote")
     if dry_run:
         with (
             progress_bar() as progress,
@@ -130,6 +132,7 @@ def command(
                 with_tokenizer=not no_tokenizer,
                 map_file=map_file,
                 chosen=settings,
+                heads=heads,
                 progress=progress,
                 notify=say,
             ) as planned,
@@ -153,6 +156,7 @@ def command(
             output,
             arch=arch,
             dtype=dtype,
+            heads=heads,
             overwrite=force,
             with_tokenizer=not no_tokenizer,
             map_file=map_file,

@@ -67,7 +67,7 @@ def _record(card: Card | None, manifest: Manifest | None, store: Store) -> dict[
             "architecture": card.architecture,
             "parameters": card.parameters,
             "context_length": card.context_length,
-            "tokenizer": dataclasses.asdict(card.tokenizer),
+            "tokenizer": None if card.tokenizer is None else dataclasses.asdict(card.tokenizer),
             "prompt_format": card.prompt_format,
             "sources": [{**dataclasses.asdict(source), "ref": source.ref.full} for source in card.sources],
             "text": card.text,
@@ -92,11 +92,18 @@ def _print_card(card: Card) -> None:
             ("architecture", card.architecture),
             ("parameters", format_count(card.parameters)),
             ("context", f"{card.context_length} tokens"),
-            ("tokenizer", f"{card.tokenizer.kind}, vocabulary of {card.tokenizer.vocabulary_size}"),
-            ("prompt format", card.prompt_format),
+            *_of_text(card),
             *((f"source {number}", source.ref.full) for number, source in enumerate(card.sources, 1)),
         ],
     )
+
+
+def _of_text(card: Card) -> list[tuple[str, str]]:
+    """What only cards of language models have."""
+    if card.tokenizer is None:
+        return []
+    kind = f"{card.tokenizer.kind}, vocabulary of {card.tokenizer.vocabulary_size}"
+    return [("tokenizer", kind), ("prompt format", card.prompt_format or "")]
 
 
 def _print_stored(manifest: Manifest, store: Store) -> None:

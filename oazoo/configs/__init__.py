@@ -14,6 +14,7 @@ from typing import Any
 
 from oazoo.configs.decoder import DecoderConfig
 from oazoo.configs.empyrealm import EmpyrealmConfig
+from oazoo.configs.flow import FlowConfig
 from oazoo.configs.mamba import MambaConfig
 from oazoo.configs.mamba3 import Mamba3Config
 from oazoo.configs.nanogpt import NanoGPTConfig
@@ -25,6 +26,7 @@ from oazoo.errors import TranslationError
 __all__ = [
     "DecoderConfig",
     "EmpyrealmConfig",
+    "FlowConfig",
     "Mamba3Config",
     "MambaConfig",
     "ModelConfig",
@@ -35,8 +37,16 @@ __all__ = [
     "config_from_json",
 ]
 
-ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | RecurrentConfig
-ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | EmpyrealmConfig
+ModelConfig = (
+    DecoderConfig
+    | NanoGPTConfig
+    | TransformerConfig
+    | MambaConfig
+    | Mamba3Config
+    | RecurrentConfig
+    | EmpyrealmConfig
+    | FlowConfig
+)
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
     cls.family: cls
@@ -48,6 +58,7 @@ _FAMILIES: dict[str, type[ModelConfig]] = {
         Mamba3Config,
         RecurrentConfig,
         EmpyrealmConfig,
+        FlowConfig,
     )
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from oazoo.configs import (
     DecoderConfig,
     EmpyrealmConfig,
+    FlowConfig,
     Mamba3Config,
     MambaConfig,
     ModelConfig,
@@ -20,7 +21,9 @@ from oazoo.runtime.ops.attention import MAX_HEAD_DIM
 
 def why_not_run(config: ModelConfig) -> str | None:
     """Why a model of this configuration is kept as weights and not run yet; None if it runs."""
-    attends = (DecoderConfig, NanoGPTConfig, TransformerConfig)
+    if isinstance(config, FlowConfig) and config.num_experts:
+        return "its weights are kept; running a mixture of experts is not there yet"
+    attends = (FlowConfig, DecoderConfig, NanoGPTConfig, TransformerConfig)
     if isinstance(config, attends) and config.head_dim > MAX_HEAD_DIM:
         return f"its heads are {config.head_dim} wide; kernels hold heads of up to {MAX_HEAD_DIM}"
     if isinstance(config, MambaConfig):
@@ -32,8 +35,12 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
     """The module of a configuration, its parameters not loaded yet.
 
     Raises:
-        DeviceError: models of this configuration do not run; see :func:`why_not_run`.
+        DeviceError: models of this configuration do not run, see :func:`why_not_run`, or are no language models.
     """
+    if isinstance(config, FlowConfig):
+        raise DeviceError(
+            "a flow model is no language model; it is built with oazoo.models.flow.FlowDenoiser"
+        )
     why = why_not_run(config)
     if why is not None:
         raise DeviceError(f"a {config.family} model that cannot run: {why}")

@@ -21,6 +21,7 @@ from oazoo.nn.convolution import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.empyrealm import EmpyrealmCore
 from oazoo.nn.feed_forward import FFN, SwiGLU
+from oazoo.nn.flow import FlowBlock, FlowTimeEmbedding, FlowTransformer
 from oazoo.nn.images import AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, MaxPool2d, Upsample
 from oazoo.nn.layers import (
     Adapter,
@@ -63,6 +64,9 @@ __all__ = [
     "Dropout",
     "Embedding",
     "EmpyrealmCore",
+    "FlowBlock",
+    "FlowTimeEmbedding",
+    "FlowTransformer",
     "GRUCell",
     "LayerNorm",
     "LeakyReLU",

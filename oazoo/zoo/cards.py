@@ -7,7 +7,7 @@ A card is a Hugging Face model card (``license``, ``language``, ``base_model`` â
       architecture: llama
       parameters: 134515008
       context_length: 8192
-      tokenizer: {kind: byte-level BPE, vocabulary_size: 49152}
+      tokenizer: {kind: byte-level BPE, vocabulary_size: 49152}  # of language models, as the next
       prompt_format: chatml
       generation: {temperature: 0.2, top_p: 0.9}  # optional: what its authors recommend
       sources:                                  # tried in this order
@@ -82,7 +82,11 @@ class CardTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A parsed model card. ``front_matter`` is the whole YAML block, ``text`` the Markdown below it."""
+    """A parsed model card. ``front_matter`` is the whole YAML block, ``text`` the Markdown below it.
+
+    Models that make images or sequences have neither ``tokenizer`` nor ``prompt_format``; their ``context_length`` is how
+    many tokens one of those has.
+    """
 
     name: str
     license: str
@@ -91,8 +95,8 @@ class Card:
     architecture: str
     parameters: int
     context_length: int
-    tokenizer: CardTokenizer
-    prompt_format: str
+    tokenizer: CardTokenizer | None
+    prompt_format: str | None
     generation: Mapping[str, float]
     sources: tuple[CardSource, ...]
     text: str
@@ -161,7 +165,8 @@ def parse_card(name: str, content: bytes) -> Card:
         raise FormatError(f"{where}: the front matter is no valid YAML: {error}") from None
     top = _Fields(where, front)
     block = _Fields(f"{where}, oazoo", top.take("oazoo", dict))
-    tokenizer = _Fields(f"{where}, oazoo.tokenizer", block.take("tokenizer", dict))
+    told = block.take("tokenizer", dict, None)
+    tokenizer = None if told is None else _Fields(f"{where}, oazoo.tokenizer", told)
     card = Card(
         name=name,
         license=top.take("license", str),
@@ -170,8 +175,10 @@ def parse_card(name: str, content: bytes) -> Card:
         architecture=block.take("architecture", str),
         parameters=block.positive("parameters"),
         context_length=block.positive("context_length"),
-        tokenizer=CardTokenizer(tokenizer.take("kind", str), tokenizer.positive("vocabulary_size")),
-        prompt_format=block.take("prompt_format", str),
+        tokenizer=None
+        if tokenizer is None
+        else CardTokenizer(tokenizer.take("kind", str), tokenizer.positive("vocabulary_size")),
+        prompt_format=block.take("prompt_format", str, None),
         generation=_generation(f"{where}, oazoo.generation", block.take("generation", dict, {})),
         sources=tuple(
             _source(f"{where}, oazoo.sources[{index}]", item)
@@ -183,7 +190,8 @@ def parse_card(name: str, content: bytes) -> Card:
     # Other keys of the front matter belong to Hugging Face's model cards and are kept as they are.
     if top.take("library_name", str) != "oazoo":
         raise FormatError(f"{where}: library_name must be oazoo")
-    tokenizer.finish()
+    if tokenizer is not None:
+        tokenizer.finish()
     block.finish()
     if not card.sources:
         raise FormatError(f"{where}: oazoo.sources is empty")

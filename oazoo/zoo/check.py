@@ -183,8 +183,11 @@ def _why_not(report: ConversionReport) -> str:
     """Why a converted file cannot be run, if it cannot."""
     if isinstance(report.config, RawConfig):
         return "the tensors were kept without a model (--arch raw)"
+    from oazoo.configs import FlowConfig
     from oazoo.models import why_not_run
 
+    if isinstance(report.config, FlowConfig):
+        return "a flow model has no logits to compare"
     return why_not_run(report.config) or ""
 
 

@@ -43,6 +43,7 @@ def convert(
     with_tokenizer: bool = True,
     map_file: str | Path | None = None,
     chosen: Mapping[str, str] | None = None,
+    heads: int | None = None,
     check: bool = False,
     check_tolerance: float | None = None,
     progress: Progress | None = None,
@@ -62,6 +63,7 @@ def convert(
             docs/tutorial-own-map.md. A Python file is run: name only what you trust.
         chosen: what the checkpoint does not state and its architecture leaves open, such as ``{"a_form": "softplus"}`` for a
             Mamba-3 of before June 2026.
+        heads: of the attention of a DiT or SiT, whose file does not tell.
         check: compare logits with the source afterwards; the report's ``check`` is then a
             :class:`oazoo.zoo.check.CheckReport`. Needs a Vulkan device. The file is kept whatever the check finds.
         check_tolerance: see :func:`oazoo.zoo.check.check_conversion`.
@@ -90,6 +92,7 @@ def convert(
         with_tokenizer=with_tokenizer,
         own=own,
         chosen=chosen,
+        stated=_stated(heads),
     )
     if not check:
         return report
@@ -112,6 +115,7 @@ def plan_conversion(
     with_tokenizer: bool = True,
     map_file: str | Path | None = None,
     chosen: Mapping[str, str] | None = None,
+    heads: int | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -126,6 +130,7 @@ def plan_conversion(
         provenance=provenance_of(pulled),
         own=own,
         chosen=chosen,
+        stated=_stated(heads),
     )
 
 
@@ -136,6 +141,11 @@ def _own(map_file: str | Path | None) -> Sequence[Translator]:
     from oazoo.translators.own_map import load_map
 
     return load_map(map_file).translators
+
+
+def _stated(heads: int | None) -> dict[str, Any] | None:
+    """What the caller says of a checkpoint."""
+    return None if heads is None else {"num_heads": heads}
 
 
 def fetch(

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from oazoo import __version__
-from oazoo.configs import ModelConfig, config_from_json
-from oazoo.errors import DeviceError, FormatError, OazooError
+from oazoo.configs import FlowConfig, ModelConfig, config_from_json
+from oazoo.errors import DeviceError, FormatError, OazooError, UsageError
 from oazoo.formats.detect import open_source
 from oazoo.formats.mapped import open_regular
 from oazoo.formats.oam import OamSource
 from oazoo.formats.source import SourceTensor
+from oazoo.generation.flow_model import FlowModel
 from oazoo.generation.text_model import TextModel
-from oazoo.models import CausalModel, build, why_not_run
-from oazoo.nn.module import Buffer, Parameter
+from oazoo.models import build, why_not_run
+from oazoo.models.flow import FlowDenoiser
+from oazoo.nn.module import Buffer, Module, Parameter
 from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
 from oazoo.runtime.ops.common import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
@@ -67,11 +69,43 @@ def load(
         OazooError: it cannot be fetched, converted, verified, or held by the device; the message says which.
     """
     loaded = _loaded(model, device, verify, progress, notify)
+    if isinstance(loaded, FlowModel):
+        raise UsageError(
+            f"{loaded.name} makes images or sequences, not text: oazoo sample {model}, or oazoo.load_flow in Python"
+        )
     if adapter is not None:
         from oazoo.zoo.with_adapter import use_adapter
 
         use_adapter(loaded, adapter, notify)
     return loaded
+
+
+def load_flow(
+    model: str | Path,
+    *,
+    device: Device | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> FlowModel:
+    """Load a flow model, which makes images or sequences; arguments and errors as those of :func:`load`."""
+    loaded = _loaded(model, device, verify, progress, notify)
+    if not isinstance(loaded, FlowModel):
+        raise UsageError(f"{loaded.name} is a language model; it makes no images or sequences")
+    return loaded
+
+
+def is_flow(
+    model: str | Path,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> bool:
+    """Whether a model of the zoo, a file or a URI is a flow model; it is fetched for that, and not loaded."""
+    pulled = fetch(model, progress, notify)
+    if _magic(pulled.path) != _OAM:
+        return False
+    with open_source(pulled.path) as source:
+        return isinstance(source, OamSource) and source.metadata.get("family") == FlowConfig.family
 
 
 def _loaded(
@@ -80,7 +114,7 @@ def _loaded(
     verify: bool,
     progress: Progress | None,
     notify: Callable[[str], None] | None,
-) -> TextModel:
+) -> TextModel | FlowModel:
     start = time.perf_counter()
     pulled = fetch(model, progress, notify)
     if _magic(pulled.path) == _OAM:
@@ -98,14 +132,14 @@ def _loaded(
 
 def _load(
     path: Path, name: str, start: float, device: Device | None, verify: bool, progress: Progress | None
-) -> TextModel:
+) -> TextModel | FlowModel:
     """The model of an `.oam` file; ``start`` is when its loading began."""
     with open_source(path) as source:
         if not isinstance(source, OamSource):
             raise FormatError(f"{path}: is a {source.format} file, not an .oam")
         config = model_config(source)
         where = device or get_device()
-        built = build(config, where)
+        built = FlowDenoiser(config, where) if isinstance(config, FlowConfig) else build(config, where)
         check_memory(source, where)
         checking = _Verification(source) if verify else None
         try:
@@ -130,6 +164,8 @@ def _load(
             "elements": sum(t.info.numel for t in source.values()),
             "load_s": time.perf_counter() - start,
         }
+        if isinstance(built, FlowDenoiser):
+            return FlowModel(built, info)
         try:
             return TextModel.from_assets(
                 built,
@@ -267,7 +303,7 @@ def check_memory(source: OamSource, device: Device) -> None:
     )
 
 
-def upload(model: CausalModel, source: OamSource, device: Device, progress: Progress | None = None) -> None:
+def upload(model: Module, source: OamSource, device: Device, progress: Progress | None = None) -> None:
     """Give every parameter its weights, in their encoding, on the device."""
     held = [*model.named_parameters(), *model.named_buffers()]
     total = sum(source[name].info.nbytes for name, _ in held)

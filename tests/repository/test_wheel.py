@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 FOLDERS: dict[str, str] = SETTINGS["tool"]["setuptools"]["package-dir"]
 PACKAGES: list[str] = SETTINGS["tool"]["setuptools"]["packages"]
-#: What is installed: Python, type marker, shaders and their results, model cards.
-INSTALLED = {".py", ".typed", ".slang", ".spv", ".json", ".md", ".txt", ".oam"}
+#: What is installed: Python, type marker, shaders and their results, model cards and their pictures.
+INSTALLED = {".py", ".typed", ".slang", ".spv", ".json", ".md", ".txt", ".oam", ".png"}
 
 
 def expected_files() -> set[str]:
