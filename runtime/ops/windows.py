@@ -15,6 +15,8 @@ Pair = int | tuple[int, int]
 _BYTES, _CPU_BYTES = 64 << 20, 2 << 20
 #: Channels of a lane, and positions of a workgroup.
 _CHANNELS, _LANES = 8, 64
+#: Positions of a tile, where rows are turned over.
+TILE = 64
 
 
 def pair(op: str, name: str, value: Pair, least: int) -> tuple[int, int]:
@@ -117,7 +119,13 @@ def rounded(x: Tensor, width: int, step: int) -> int:
 
 
 def unfold(
-    x: Tensor, windows: Windows, channels: tuple[int, int], positions: tuple[int, int], pitch: int
+    x: Tensor,
+    windows: Windows,
+    channels: tuple[int, int],
+    positions: tuple[int, int],
+    pitch: int,
+    *,
+    tiled: bool = False,
 ) -> Tensor:
     """What windows see, a row each.
 
@@ -127,12 +135,14 @@ def unfold(
         channels: the first, and how many.
         positions: the first window, counted over all images, and how many.
         pitch: floats of a row; what is left over is 0.
+        tiled: turn rows over, in tiles of 64; those beyond the last position are undefined.
 
     Returns:
-        f32 [positions, pitch], in a row by channel, then by row and column of the window.
+        f32 [positions, pitch], or [tiles, pitch, 64]: in a row by channel, then by row and column of the window.
     """
     first, depth = channels
-    rows = Tensor.empty(x.device, (positions[1], pitch))
+    shape = (-(-positions[1] // TILE), pitch, TILE) if tiled else (positions[1], pitch)
+    rows = Tensor.empty(x.device, shape)
     columns, more, _ = grid(-(-positions[1] // _LANES))
     x.device.kernel("unfold").dispatch(
         (columns, more, -(-depth // _CHANNELS)),
@@ -147,7 +157,7 @@ def unfold(
         columns=columns,
         image0=0,
         pixels=0,
-        flags=0,
+        flags=4 if tiled else 0,
         **windows.fields,
     )
     return rows
@@ -164,7 +174,7 @@ def fold(
     """Write into images the sum of all that :func:`unfold` would take from each pixel, and a bias.
 
     Args:
-        rows: f32 [positions, at least channels · taps].
+        rows: f32 [positions, at least channels · taps], or that turned over, [tiles, …, 64].
         out: f32 [batch, all channels, height, width]; the images that the positions are of are written, or added to where
             earlier positions of an image were written.
         windows: over ``out``.
@@ -191,9 +201,52 @@ def fold(
         columns=columns,
         image0=image,
         pixels=pixels,
-        flags=int(bias is not None and not begun) | (2 if begun else 0),
+        flags=int(bias is not None and not begun) | (2 if begun else 0) | (4 if len(rows.shape) == 3 else 0),
         **windows.fields,
     )
+
+
+def multiply_tiles(
+    w: Tensor,
+    seen: Tensor,
+    positions: tuple[int, int],
+    out: Tensor | None = None,
+    channel0: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """A matrix times what windows see, on devices with 8 lanes.
+
+    Args:
+        w: f32 [rows, inner], inner a multiple of 4.
+        seen: f32 [tiles, inner, 64], as :func:`unfold` makes them.
+        positions: the first, counted over all images, and how many.
+        out: f32 [batch, channels, height, width] for the results at these positions, the rows being channels from
+            ``channel0`` on; None for tiles.
+        channel0: see there.
+        bias: f32 [rows] that is added, or None.
+
+    Returns:
+        ``out``, or f32 [tiles, rows, 64].
+    """
+    rows, inner = w.shape
+    y = Tensor.empty(w.device, (seen.shape[0], rows, TILE)) if out is None else out
+    area = 1 if out is None else out.shape[2] * out.shape[3]
+    w.device.kernel("conv_wide").dispatch(
+        (-(-rows // 8), seen.shape[0], 1),
+        {"w": w, "seen": seen, "bias": bias},
+        {"y": y},
+        work=rows * inner * positions[1],
+        rows=rows,
+        inner=inner,
+        count=positions[1],
+        position0=positions[0],
+        area=area,
+        channels=0 if out is None else out.shape[1],
+        channel0=channel0,
+        biased=int(bias is not None),
+        tiled=int(out is None),
+    )
+    return y
 
 
 def check_images(op: str, shape: Sequence[int]) -> None:
