@@ -12,7 +12,7 @@ from oazoo.runtime.tensor import Tensor
 #: A number for both axes, or one for rows and one for columns.
 Pair = int | tuple[int, int]
 #: Bytes of unfolded rows that there are at a time: on processors what stays in a cache.
-_BYTES, _CPU_BYTES = 64 << 20, 2 << 20
+_BYTES, _CPU_BYTES = 64 << 20, 3 << 20
 #: Channels of a lane, and positions of a workgroup.
 _CHANNELS, _LANES = 8, 64
 #: Positions of a tile, where rows are turned over.
@@ -107,10 +107,11 @@ def stretches(x: Tensor, area: int, width: int) -> Iterator[tuple[int, int]]:
         for first in range(0, batch * area, step):
             yield first, min(step, batch * area - first)
         return
-    room -= room % 8
+    # Pieces of about one size.
+    step = -(-area // -(-area // room) // 8) * 8
     for image in range(batch):
-        for first in range(0, area, room):
-            yield image * area + first, min(room, area - first)
+        for first in range(0, area, step):
+            yield image * area + first, min(step, area - first)
 
 
 def rounded(x: Tensor, width: int, step: int) -> int:
@@ -155,7 +156,7 @@ def unfold(
         count=positions[1],
         pitch=pitch,
         columns=columns,
-        image0=0,
+        pixel0=0,
         pixels=0,
         flags=4 if tiled else 0,
         **windows.fields,
@@ -175,8 +176,8 @@ def fold(
 
     Args:
         rows: f32 [positions, at least channels · taps], or that turned over, [tiles, …, 64].
-        out: f32 [batch, all channels, height, width]; the images that the positions are of are written, or added to where
-            earlier positions of an image were written.
+        out: f32 [batch, all channels, height, width]; the images that the positions are of are written, or added to by later
+            pieces of an image.
         windows: over ``out``.
         channels: the first, and how many.
         positions: the first window and how many: whole images, or a piece of one.
@@ -185,8 +186,14 @@ def fold(
     first, depth = channels
     area = windows.results[0] * windows.results[1]
     image, begun = divmod(positions[0], area)
-    images = -(-(begun + positions[1]) // area)
-    pixels = images * windows.size[0] * windows.size[1]
+    height, width = windows.size
+    top, lines = 0, -(-(begun + positions[1]) // area) * height
+    if begun:
+        # A later piece of an image adds to the rows of pixels that its windows reach.
+        top = max(0, begun // windows.results[1] * windows.stride[0] - windows.padding[0])
+        last = (begun + positions[1] - 1) // windows.results[1] * windows.stride[0] - windows.padding[0]
+        lines = max(0, min(height, last + windows.dilation[0] * (windows.kernel[0] - 1) + 1) - top)
+    pixel0, pixels = (image * height + top) * width, lines * width
     columns, more, _ = grid(-(-pixels // _LANES))
     out.device.kernel("fold").dispatch(
         (columns, more, -(-depth // _CHANNELS)),
@@ -199,7 +206,7 @@ def fold(
         count=positions[1],
         pitch=rows.shape[1],
         columns=columns,
-        image0=image,
+        pixel0=pixel0,
         pixels=pixels,
         flags=int(bias is not None and not begun) | (2 if begun else 0) | (4 if len(rows.shape) == 3 else 0),
         **windows.fields,
