@@ -355,13 +355,14 @@ class _Plan:
     def _run(
         self, name: str, reads: dict[str, Tensor | None], writes: dict[str, Tensor], out: Tensor | None
     ) -> None:
-        """A kernel that computes directly: a lane for each value of ``out``, or a workgroup for each of the weight's."""
+        """A kernel that computes directly: a lane for 4 values of ``out``, or a workgroup for each of the weight's."""
         tensors = {**reads, **writes}
         device = next(iter(writes.values())).device
         if out is None:
             columns, more, layers = grid(writes["w"].numel)
         else:
-            columns, more, _ = grid(-(-(self.batch * _area(out)) // 64))
+            fours = self.batch * out.shape[2] * -(-out.shape[3] // 4)
+            columns, more, _ = grid(-(-fours // 64))
             layers = out.shape[1]
         fields: dict[str, Any] = {
             "batch": self.batch,
