@@ -226,6 +226,7 @@ def _images() -> dict[str, KernelSpec]:
     """Layers of images: convolutions, pooling, norms of channels; and vector quantizers."""
     table = {name: KernelSpec("windows", name) for name in ("unfold", "fold")}
     table["permute"] = KernelSpec("permute", "permute")
+    table["conv_wide"] = KernelSpec("convolution_wide", "wide")
     table["conv_outputs"] = KernelSpec("convolution", "directOutputs")
     table["conv_inputs"] = KernelSpec("convolution", "directInputs")
     for lanes in ("Wave8", "Group32"):

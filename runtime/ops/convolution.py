@@ -13,16 +13,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oazoo.runtime.ops.arithmetic import fill, reshaped
-from oazoo.runtime.ops.common import MAX_ELEMENTS, MAX_GROUPS, grid, lanes, require, require_dense
+from oazoo.runtime.ops.arithmetic import fill, reshaped, swap_axes
+from oazoo.runtime.ops.common import (
+    MAX_ELEMENTS,
+    MAX_GROUPS,
+    eight_lanes,
+    grid,
+    lanes,
+    require,
+    require_dense,
+)
 from oazoo.runtime.ops.elementwise import dequantize
 from oazoo.runtime.ops.linear import ENCODINGS, linear
 from oazoo.runtime.ops.product import input_gradient, weight_gradient
-from oazoo.runtime.ops.windows import Pair, Windows, check_images, fold, pair, rounded, stretches, unfold
+from oazoo.runtime.ops.windows import (
+    Pair,
+    Windows,
+    check_images,
+    fold,
+    multiply_tiles,
+    pair,
+    rounded,
+    stretches,
+    unfold,
+)
 from oazoo.runtime.tape import no_grad, taped
 from oazoo.runtime.tensor import Tensor
 
 VARIANTS = ("products", "direct")
+#: Weights of a group at a place of the kernel up to which computing directly is faster.
+_FEW = 16
 
 
 def conv2d(
@@ -257,7 +277,7 @@ class _Plan:
         )
         if variant is not None:
             return variant == "direct"
-        return self.groups > 1 and min(self.depth, self.share) < 8
+        return self.groups > 1 and self.depth * self.share <= _FEW
 
     def results(self, x: Tensor, weight: Tensor, bias: Tensor | None, direct: bool) -> Tensor:
         """What windows over x give."""
@@ -265,14 +285,17 @@ class _Plan:
         if direct:
             self._run("conv_outputs", {"x": x, "w": _dense(weight), "bias": bias}, {"y": y}, y)
             return y
-        inner = self.depth * self.windows.taps
-        pitch = rounded(x, inner, 32)
+        pitch = rounded(x, self.depth * self.windows.taps, 4)
+        tiled = eight_lanes(x.device)
         with no_grad():
-            for group, w in enumerate(self._matrices(weight, self.share, pitch)):
+            for group, w in enumerate(self._matrices(weight, self.share, pitch, decoded=tiled)):
                 of_x, of_y = (group * self.depth, self.depth), (group * self.share, self.share)
                 for positions in stretches(x, _area(y), pitch):
-                    found = linear(unfold(x, self.windows, of_x, positions, pitch), w)
-                    fold(found, y, self.windows.points, of_y, positions, _of_group(bias, of_y))
+                    seen = unfold(x, self.windows, of_x, positions, pitch, tiled=tiled)
+                    if tiled:
+                        multiply_tiles(w, seen, positions, y, of_y[0], _of_group(bias, of_y))
+                    else:
+                        fold(linear(seen, w), y, self.windows.points, of_y, positions, _of_group(bias, of_y))
         return y
 
     def inputs(self, y: Tensor, weight: Tensor, bias: Tensor | None, direct: bool) -> Tensor:
@@ -281,13 +304,15 @@ class _Plan:
         if direct:
             self._run("conv_inputs", {"y": y, "w": _dense(weight), "bias": bias}, {"x": x}, x)
             return x
-        inner = self.depth * self.windows.taps
-        pitch, width = rounded(y, inner, 4), rounded(y, self.share, 4)
+        inner, width = self.depth * self.windows.taps, rounded(y, self.share, 4)
+        tiled = eight_lanes(y.device)
         with no_grad():
-            for group, w in enumerate(self._matrices(weight, width, pitch)):
+            for group, w in enumerate(self._matrices(weight, width, inner, decoded=tiled)):
                 of_x, of_y = (group * self.depth, self.depth), (group * self.share, self.share)
-                for positions in stretches(y, _area(y), pitch):
-                    found = input_gradient(unfold(y, self.windows.points, of_y, positions, width), w)
+                turned = swap_axes(w.view(1, width, inner)).view(inner, width) if tiled else w
+                for positions in stretches(y, _area(y), inner):
+                    own = unfold(y, self.windows.points, of_y, positions, width, tiled=tiled)
+                    found = multiply_tiles(turned, own, positions) if tiled else input_gradient(own, w)
                     fold(found, x, self.windows, of_x, positions, _of_group(bias, of_x))
         return x
 
@@ -311,14 +336,16 @@ class _Plan:
             _copy(total, w.rows(of_y[0], of_y[0] + self.share), self.share, inner)
         return w
 
-    def _matrices(self, weight: Tensor, rows: int, pitch: int) -> list[Tensor]:
+    def _matrices(self, weight: Tensor, rows: int, pitch: int, *, decoded: bool) -> list[Tensor]:
         """The weight of each group as a matrix of so many rows and columns, 0 where there is nothing."""
         inner = self.depth * self.windows.taps
-        if self.groups == 1 and (rows, pitch) == (self.outputs, inner):
+        exact = (rows, pitch) == (self.share, inner)
+        if self.groups == 1 and exact and not decoded:
             return [weight.view(self.outputs, inner)]
         dense = _dense(weight).view(self.outputs, inner)
         parts = [dense.rows(g * self.share, (g + 1) * self.share) for g in range(self.groups)]
-        if (rows, pitch) == (self.share, inner):
+        # What is decoded may be loaded by 8 bytes at a time.
+        if exact and (not decoded or all(part.address % 8 == 0 for part in parts)):
             return parts
         padded = [fill(Tensor.empty(weight.device, (rows, pitch)), 0.0) for _ in parts]
         for part, room in zip(parts, padded, strict=True):
@@ -328,13 +355,14 @@ class _Plan:
     def _run(
         self, name: str, reads: dict[str, Tensor | None], writes: dict[str, Tensor], out: Tensor | None
     ) -> None:
-        """A kernel that computes directly: a lane for each value of ``out``, or a workgroup for each of the weight's."""
+        """A kernel that computes directly: a lane for 4 values of ``out``, or a workgroup for each of the weight's."""
         tensors = {**reads, **writes}
         device = next(iter(writes.values())).device
         if out is None:
             columns, more, layers = grid(writes["w"].numel)
         else:
-            columns, more, _ = grid(-(-(self.batch * _area(out)) // 64))
+            fours = self.batch * out.shape[2] * -(-out.shape[3] // 4)
+            columns, more, _ = grid(-(-fours // 64))
             layers = out.shape[1]
         fields: dict[str, Any] = {
             "batch": self.batch,

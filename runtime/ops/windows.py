@@ -12,9 +12,11 @@ from oazoo.runtime.tensor import Tensor
 #: A number for both axes, or one for rows and one for columns.
 Pair = int | tuple[int, int]
 #: Bytes of unfolded rows that there are at a time: on processors what stays in a cache.
-_BYTES, _CPU_BYTES = 64 << 20, 2 << 20
+_BYTES, _CPU_BYTES = 64 << 20, 3 << 20
 #: Channels of a lane, and positions of a workgroup.
 _CHANNELS, _LANES = 8, 64
+#: Positions of a tile, where rows are turned over.
+TILE = 64
 
 
 def pair(op: str, name: str, value: Pair, least: int) -> tuple[int, int]:
@@ -105,10 +107,11 @@ def stretches(x: Tensor, area: int, width: int) -> Iterator[tuple[int, int]]:
         for first in range(0, batch * area, step):
             yield first, min(step, batch * area - first)
         return
-    room -= room % 8
+    # Pieces of about one size.
+    step = -(-area // -(-area // room) // 8) * 8
     for image in range(batch):
-        for first in range(0, area, room):
-            yield image * area + first, min(room, area - first)
+        for first in range(0, area, step):
+            yield image * area + first, min(step, area - first)
 
 
 def rounded(x: Tensor, width: int, step: int) -> int:
@@ -117,7 +120,13 @@ def rounded(x: Tensor, width: int, step: int) -> int:
 
 
 def unfold(
-    x: Tensor, windows: Windows, channels: tuple[int, int], positions: tuple[int, int], pitch: int
+    x: Tensor,
+    windows: Windows,
+    channels: tuple[int, int],
+    positions: tuple[int, int],
+    pitch: int,
+    *,
+    tiled: bool = False,
 ) -> Tensor:
     """What windows see, a row each.
 
@@ -127,12 +136,14 @@ def unfold(
         channels: the first, and how many.
         positions: the first window, counted over all images, and how many.
         pitch: floats of a row; what is left over is 0.
+        tiled: turn rows over, in tiles of 64; those beyond the last position are undefined.
 
     Returns:
-        f32 [positions, pitch], in a row by channel, then by row and column of the window.
+        f32 [positions, pitch], or [tiles, pitch, 64]: in a row by channel, then by row and column of the window.
     """
     first, depth = channels
-    rows = Tensor.empty(x.device, (positions[1], pitch))
+    shape = (-(-positions[1] // TILE), pitch, TILE) if tiled else (positions[1], pitch)
+    rows = Tensor.empty(x.device, shape)
     columns, more, _ = grid(-(-positions[1] // _LANES))
     x.device.kernel("unfold").dispatch(
         (columns, more, -(-depth // _CHANNELS)),
@@ -145,9 +156,9 @@ def unfold(
         count=positions[1],
         pitch=pitch,
         columns=columns,
-        image0=0,
+        pixel0=0,
         pixels=0,
-        flags=0,
+        flags=4 if tiled else 0,
         **windows.fields,
     )
     return rows
@@ -164,9 +175,9 @@ def fold(
     """Write into images the sum of all that :func:`unfold` would take from each pixel, and a bias.
 
     Args:
-        rows: f32 [positions, at least channels · taps].
-        out: f32 [batch, all channels, height, width]; the images that the positions are of are written, or added to where
-            earlier positions of an image were written.
+        rows: f32 [positions, at least channels · taps], or that turned over, [tiles, …, 64].
+        out: f32 [batch, all channels, height, width]; the images that the positions are of are written, or added to by later
+            pieces of an image.
         windows: over ``out``.
         channels: the first, and how many.
         positions: the first window and how many: whole images, or a piece of one.
@@ -175,8 +186,14 @@ def fold(
     first, depth = channels
     area = windows.results[0] * windows.results[1]
     image, begun = divmod(positions[0], area)
-    images = -(-(begun + positions[1]) // area)
-    pixels = images * windows.size[0] * windows.size[1]
+    height, width = windows.size
+    top, lines = 0, -(-(begun + positions[1]) // area) * height
+    if begun:
+        # A later piece of an image adds to the rows of pixels that its windows reach.
+        top = max(0, begun // windows.results[1] * windows.stride[0] - windows.padding[0])
+        last = (begun + positions[1] - 1) // windows.results[1] * windows.stride[0] - windows.padding[0]
+        lines = max(0, min(height, last + windows.dilation[0] * (windows.kernel[0] - 1) + 1) - top)
+    pixel0, pixels = (image * height + top) * width, lines * width
     columns, more, _ = grid(-(-pixels // _LANES))
     out.device.kernel("fold").dispatch(
         (columns, more, -(-depth // _CHANNELS)),
@@ -189,11 +206,54 @@ def fold(
         count=positions[1],
         pitch=rows.shape[1],
         columns=columns,
-        image0=image,
+        pixel0=pixel0,
         pixels=pixels,
-        flags=int(bias is not None and not begun) | (2 if begun else 0),
+        flags=int(bias is not None and not begun) | (2 if begun else 0) | (4 if len(rows.shape) == 3 else 0),
         **windows.fields,
     )
+
+
+def multiply_tiles(
+    w: Tensor,
+    seen: Tensor,
+    positions: tuple[int, int],
+    out: Tensor | None = None,
+    channel0: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """A matrix times what windows see, on devices with 8 lanes.
+
+    Args:
+        w: f32 [rows, inner], inner a multiple of 4.
+        seen: f32 [tiles, inner, 64], as :func:`unfold` makes them.
+        positions: the first, counted over all images, and how many.
+        out: f32 [batch, channels, height, width] for the results at these positions, the rows being channels from
+            ``channel0`` on; None for tiles.
+        channel0: see there.
+        bias: f32 [rows] that is added, or None.
+
+    Returns:
+        ``out``, or f32 [tiles, rows, 64].
+    """
+    rows, inner = w.shape
+    y = Tensor.empty(w.device, (seen.shape[0], rows, TILE)) if out is None else out
+    area = 1 if out is None else out.shape[2] * out.shape[3]
+    w.device.kernel("conv_wide").dispatch(
+        (-(-rows // 8), seen.shape[0], 1),
+        {"w": w, "seen": seen, "bias": bias},
+        {"y": y},
+        work=rows * inner * positions[1],
+        rows=rows,
+        inner=inner,
+        count=positions[1],
+        position0=positions[0],
+        area=area,
+        channels=0 if out is None else out.shape[1],
+        channel0=channel0,
+        biased=int(bias is not None),
+        tiled=int(out is None),
+    )
+    return y
 
 
 def check_images(op: str, shape: Sequence[int]) -> None:

@@ -180,6 +180,14 @@ def test_pieces_of_images_and_several_images_at_a_time(room: int, monkeypatch: p
         np.testing.assert_allclose(one.grad.numpy(), other.grad.numpy(), rtol=1e-4, atol=1e-3)
 
 
+def test_a_weight_at_an_odd_address() -> None:
+    x, w = normal(1, 4, 3, 3), normal(8, 4, 1, 1)
+    kept = Tensor.from_numpy(get_device(), np.concatenate([[0], w.reshape(-1)]), "f32")
+    found = conv2d(Tensor.from_numpy(get_device(), x), kept.rows(1, 33).view(8, 4, 1, 1)).numpy()
+    wanted = correlated(x.astype(np.float64), w.astype(np.float64), np.zeros(8), 1, 0, 1, 1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("variant", ["products", "direct"])
 @pytest.mark.parametrize("encoding", ["f16", "bf16", "q8", "q4"])
 def test_weights_in_other_encodings(encoding: str, variant: str) -> None:
