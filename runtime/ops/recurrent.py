@@ -16,7 +16,7 @@ from typing import Literal
 from oazoo.runtime.ops.arithmetic import accumulate, fill, swap_axes
 from oazoo.runtime.ops.common import MAX_ELEMENTS, MAX_GROUPS, eight_lanes, grid, require, require_dense
 from oazoo.runtime.ops.elementwise import dequantize
-from oazoo.runtime.ops.linear import ENCODINGS, linear
+from oazoo.runtime.ops.linear import ENCODINGS, linear, observed
 from oazoo.runtime.ops.norm import column_sums
 from oazoo.runtime.ops.product import input_gradient, layer_gradients, weight_gradient
 from oazoo.runtime.tape import no_grad, taped, taping
@@ -167,7 +167,7 @@ class _Run:
         small = self.hidden <= _MAX_HIDDEN
         if variant is None:
             most = _LANES_HIDDEN[self.batch > _SHARE["lanes"]] if fast else _MAX_HIDDEN
-            if self.tokens == 1 or self.hidden > most:
+            if self.tokens == 1 or self.hidden > most or observed():
                 return "steps"
             return "lanes" if fast else "group"
         require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")

@@ -11,6 +11,7 @@ from oazoo.errors import DeviceError
 from oazoo.runtime import Tensor, get_device
 from oazoo.runtime.ops.common import eight_lanes
 from oazoo.runtime.ops.elementwise import dequantize
+from oazoo.runtime.ops.linear import observing
 from oazoo.runtime.ops.pack import pack
 from oazoo.runtime.ops.recurrent import Cell, last_state, recurrence
 from oazoo.runtime.tape import GradientTape
@@ -138,6 +139,18 @@ def test_coded_weights(encoding: str) -> None:
     i.requires_grad = True
     with GradientTape(), pytest.raises(DeviceError, match="no gradient with weights in"):
         recurrence("gru", i, coded, b, h, batch=3)
+
+
+def test_who_observes_products_is_told_of_the_states() -> None:
+    """Statistics for quantising: the states before each token are what the weight is multiplied with."""
+    given = arrays("gru", 3, 5, 16)
+    i, w, b, h = (Tensor.from_numpy(get_device(), a) for a in given)
+    seen = []
+    with observing(lambda x, weights: seen.append((x.numpy(), weights))):
+        y = recurrence("gru", i, w, b, h, batch=3).numpy().reshape(3, 5, 16)
+    assert len(seen) == 5 and all(weights == [w] for _, weights in seen)
+    np.testing.assert_array_equal(seen[0][0], given[3])
+    np.testing.assert_array_equal(np.stack([x for x, _ in seen[1:]], 1), y[:, :-1])
 
 
 def test_what_does_not_fit_is_refused() -> None:
