@@ -106,6 +106,7 @@ def _experts() -> dict[str, KernelSpec]:
             table[f"grouped_inputs_lanes_{encoding}"] = KernelSpec("grouped_lanes", f"inputsOf<{weight}>")
     for columns in PRODUCT_COLUMNS:
         table[f"grouped_inputs_lanes{columns}"] = KernelSpec("grouped_lanes", f"inputs<{columns}>")
+        table[f"grouped_linear_wide{columns}"] = KernelSpec("grouped_wide", f"linear<{columns}>")
         table[f"grouped_weights_lanes{columns}"] = KernelSpec("grouped_lanes", f"weightsOf<{columns}>")
     table["grouped_weights_tile"] = KernelSpec("grouped_tile", "weightsOf")
     for lanes in ("Wave8", "Group32"):

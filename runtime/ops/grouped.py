@@ -5,6 +5,7 @@ the experts: none for an expert without any. Variants compute the same:
 
 - ``lanes8``: CPU devices with 8 lanes, sorted slots, inputs a multiple of 32 (dense: of 16), 8 rows of an expert at a time;
 - ``lanes1``: the same devices, inputs a multiple of 32, any slots, one at a time: for few;
+- ``wide``: the same, sorted slots, no gate, outputs a multiple of 4: the stack is decoded and turned over first, for many;
 - ``few``: any device and size, any slots, a workgroup for 4 outputs of one;
 - ``tile``: any device and size, sorted slots, tiles of 32 rows of an expert in shared memory.
 """
@@ -18,18 +19,20 @@ from oazoo.errors import DeviceError
 from oazoo.runtime.ops.activation import activate_gated
 from oazoo.runtime.ops.arithmetic import join_columns
 from oazoo.runtime.ops.common import MAX_ELEMENTS, MAX_GROUPS, eight_lanes, require, require_dense
-from oazoo.runtime.ops.linear import ENCODINGS, tell_experts
+from oazoo.runtime.ops.linear import ENCODINGS, TURNED_COLUMNS, tell_experts, turn
 from oazoo.runtime.ops.routing import Groups, combine
 from oazoo.runtime.tape import taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
 
-VARIANTS = ("lanes8", "lanes1", "few", "tile")
+VARIANTS = ("wide", "lanes8", "lanes1", "few", "tile")
 _BIAS = (1, 2)
 _GELU = 4
 _LANES = 8
 #: Rows that a workgroup has of one expert, and its columns (of each weight, if gated).
-_ROWS = {"lanes8": 8, "tile": 32}
+_ROWS = {"wide": 8, "lanes8": 8, "tile": 32}
+#: wide: slots an expert has on the average from which turning a stack over pays, and the bytes up to which it is done.
+_MANY, _TURNED_BYTES = 16, 32 << 20
 #: Slots an expert has on the average up to which they are best done one by one.
 _FEW = 2
 
@@ -172,18 +175,25 @@ def _check(
     )
 
 
-def _variant(op: str, x: Tensor, groups: Groups, weights: Sequence[Tensor], variant: str | None) -> str:
+def _variant(
+    op: str, x: Tensor, groups: Groups, weights: Sequence[Tensor], gated: bool, variant: str | None
+) -> str:
     inputs = x.shape[1]
     coded = any(w.dtype in BLOCK_CODE_BYTES for w in weights)
     eight = eight_lanes(x.device) and x.address % 8 == 0 and all(w.address % 8 == 0 for w in weights)
+    even = inputs % (32 if coded else 16) == 0
+    whole = not gated and even and all(w.shape[1] % 4 == 0 for w in weights)
     fits = {
-        "lanes8": groups.sorted and eight and inputs % (32 if coded else 16) == 0,
+        "wide": groups.sorted and eight and whole,
+        "lanes8": groups.sorted and eight and even,
         "lanes1": not groups.sorted and eight and inputs % 32 == 0,
         "few": not groups.sorted,
         "tile": groups.sorted,
     }
     if variant is None:
-        return next(name for name in VARIANTS if fits[name])
+        many = groups.slots >= _MANY * groups.experts
+        many = many and sum(4 * w.numel for w in weights) <= _TURNED_BYTES
+        return next(name for name in VARIANTS if fits[name] and (many or name != "wide"))
     require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")
     require(fits[variant], op, f"the {variant} variant suits neither this device nor these tensors")
     return variant
@@ -214,10 +224,13 @@ def _run(
     if not y.numel:
         return
     op, device, encoding = f"grouped_{form}", x.device, weights[0].dtype
-    variant = _variant(op, x, groups, weights, variant)
     gated = form == "gated"
+    variant = _variant(op, x, groups, weights, gated, variant)
+    sizes = [w.shape[1] for w in weights]
+    share = 8 if min(sizes) >= 64 and all(n % 8 == 0 for n in sizes) else 4
     coded = variant == "lanes1" and encoding in BLOCK_CODE_BYTES
     width = {
+        "wide": _LANES * share,
         "lanes8": _LANES * COLUMNS,
         "lanes1": _LANES * (CODED_COLUMNS if coded else COLUMNS),
         "few": 4,
@@ -227,7 +240,6 @@ def _run(
         width //= 2
     for index, b in enumerate(biases):
         flags |= _BIAS[index] if b is not None else 0
-    sizes = [w.shape[1] for w in weights]
     tiles = -(-sizes[0] // width) if gated else sum(-(-n // width) for n in sizes)
     row_limit, tile_limit = device.info.max_groups[:2]
     if groups.sorted:
@@ -235,10 +247,13 @@ def _run(
     else:
         row_groups = groups.slots
         require(row_groups <= row_limit, op, f"{row_groups:,} slots are too many; sort them")
+    name = f"{op}_{variant}_{encoding}"
+    if variant == "wide":
+        name, weights = f"{op}_wide{share}", [_turned(w) for w in weights]
     second = weights[1] if len(weights) > 1 else None
     for first in range(0, tiles, tile_limit):
         some = min(tiles - first, tile_limit)
-        device.kernel(f"{op}_{variant}_{encoding}").dispatch(
+        device.kernel(name).dispatch(
             (row_groups, some, 1),
             {
                 "x": x,
@@ -261,6 +276,15 @@ def _run(
             first=first,
             flags=flags,
         )
+
+
+def _turned(stack: Tensor) -> Tensor:
+    """Outputs of all experts, one after another, as columns: f32 [tiles, inputs, 64]."""
+    experts, outputs, inputs = stack.shape
+    rows = stack.view(experts * outputs, inputs)
+    y = Tensor.empty(stack.device, (-(-rows.shape[0] // TURNED_COLUMNS), inputs, TURNED_COLUMNS))
+    turn(rows, y, 0, rows.shape[0], 0, False)
+    return y
 
 
 def _input_gradient(

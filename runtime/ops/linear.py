@@ -42,7 +42,7 @@ _MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
 #: Outputs up to which it does not pay whatever the rows: a workgroup has 64 of them.
 _NARROW = 16
 #: Columns of weights, turned over, that a workgroup reads.
-_TURNED_COLUMNS = 64
+TURNED_COLUMNS = 64
 
 
 class Observer(Protocol):
@@ -385,7 +385,7 @@ def _run_wide(
     total = outputs[0] if both else sum(outputs)
     share = max(8, min(-(-total // 8) * 8, _TURNED_BYTES // (4 * inputs) // (16 if both else 8) * 8))
     room = 2 * share if both else share
-    turned = Tensor.empty(device, (-(-room // _TURNED_COLUMNS), inputs, _TURNED_COLUMNS))
+    turned = Tensor.empty(device, (-(-room // TURNED_COLUMNS), inputs, TURNED_COLUMNS))
     three: list[Tensor | None] = [*biases, None, None][:3]
     sizes = [*outputs, 0, 0][:3]
     # Without what follows a bias, and with sizes in eights, results are stored by a kernel that does little besides.
@@ -399,7 +399,7 @@ def _run_wide(
             first = start if both else max(start, at)
             last = stop if both else min(stop, at + w.shape[0])
             if first < last:
-                _turn(
+                turn(
                     w,
                     turned,
                     first if both else first - at,
@@ -410,7 +410,7 @@ def _run_wide(
             at += w.shape[0]
         columns = room if stop - start == share else -(-(stop - start) // 8) * 8 * (1 + both)
         kernel.dispatch(
-            (-(-rows // _LANES_ROWS), -(-columns // _TURNED_COLUMNS), 1),
+            (-(-rows // _LANES_ROWS), -(-columns // TURNED_COLUMNS), 1),
             {"x": x, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
             {"y": y},
             work=rows * inputs * columns,
@@ -427,7 +427,7 @@ def _run_wide(
         )
 
 
-def _turn(w: Tensor, out: Tensor, first: int, rows: int, column: int, gap: bool) -> None:
+def turn(w: Tensor, out: Tensor, first: int, rows: int, column: int, gap: bool) -> None:
     """Rows of ``w`` from ``first`` on as columns of ``out``, f32 [tiles, inputs, 64], from ``column`` on.
 
     ``w`` is [any, inputs] in any encoding, inputs a multiple of 16. With ``gap``, rows go in fours with four left free after

@@ -317,3 +317,25 @@ def test_what_is_refused() -> None:
     w.requires_grad = True
     with GradientTape(), pytest.raises(DeviceError, match="a gradient needs sorted groups"):
         grouped_linear(x, loose, w, by_token=True)
+
+
+@pytest.mark.parametrize("encoding", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize(("outputs", "inputs"), [((20, 12), 48), ((72, 72), 64)])
+def test_products_of_many_rows(encoding: str, outputs: tuple[int, int], inputs: int) -> None:
+    """Stacks are turned over, where that suits; columns of an expert begin in the middle of a tile."""
+    chosen = np.random.default_rng(4).integers(0, 5, (90, 2)).astype(np.uint32)
+    groups = group_chosen(on_device(chosen), 5)
+    tokens, experts = slots_of(groups, chosen)
+    x, biases = normal(90, inputs), [normal(5, n) for n in outputs]
+    stacks = [stack(encoding, 5, n, inputs) for n in outputs]
+    wanted = np.concatenate(
+        [
+            np.einsum("sk,snk->sn", x[tokens].astype(np.float64), w[experts]) + b[experts]
+            for (_, w), b in zip(stacks, biases, strict=True)
+        ],
+        axis=1,
+    )
+    weights, given = [w for w, _ in stacks], [on_device(b) for b in biases]
+    for variant in (None, "tile"):
+        found = grouped_linear(on_device(x), groups, weights, given, by_token=True, variant=variant)
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=2e-4)

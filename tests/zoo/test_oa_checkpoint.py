@@ -129,10 +129,16 @@ def test_a_bytemamba3_that_oa_wrote(tmp_path: Path) -> None:
         assert len(ours.first) == len(before.first) == 25_800
 
 
+@pytest.fixture(params=["bytetransformer", "bytemoetransformer"])
+def byte_name(request: pytest.FixtureRequest) -> str:
+    """OA's Transformers over bytes, without experts and with."""
+    return str(request.param)
+
+
 @pytest.fixture
-def byte_model(tmp_path: Path) -> Path:
-    """A ByteTransformer as OA writes it, with the state of AdamW after seven steps."""
-    arrays, _ = golden("bytetransformer")
+def byte_model(byte_name: str, tmp_path: Path) -> Path:
+    """Such a model as OA writes it, with the state of AdamW after seven steps."""
+    arrays, _ = golden(byte_name)
     size = sum(a.size for key, a in arrays.items() if key.removeprefix("param_").isdecimal())
     first = np.linspace(-1e-3, 1e-3, size, dtype=np.float32)
     state = OamOptimizer("AdamW", 2e-3, 0.9, 0.999, 1e-8, 0.01, 7, first, first * first)
@@ -143,14 +149,14 @@ def command(*arguments: object) -> Any:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
-def test_through_the_command_line(byte_model: Path, tmp_path: Path) -> None:
+def test_through_the_command_line(byte_name: str, byte_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The old dog saw the sun. " * 40)
     ours, run = tmp_path / "ours.oam", tmp_path / "run"
     refused = command("generate", byte_model, "-p", "x")
     assert refused.exit_code == 1 and "oazoo convert byte.oam -o OUT.oam" in refused.output
     assert command("convert", byte_model, "-o", ours).exit_code == 0
-    arrays, _ = golden("bytetransformer")
+    arrays, _ = golden(byte_name)
     got = oazoo.load(ours).logits(arrays["tokens"][0].tolist())
     np.testing.assert_allclose(got, arrays["logits"].reshape(2, 16, 256)[0], rtol=1e-4, atol=1e-5)
     done = command("finetune", ours, "--full", "--compat", "oa", "--data", text, "-o", run, "--steps", 3, "--batch-size", 2,
@@ -189,3 +195,25 @@ def test_shapes_that_disagree() -> None:
     shapes = {f"p{i}": (4,) for i in range(22)} | {"p0": (8, 4), "p1": (6, 4), "p14": (12, 4)}
     with pytest.raises(FormatError, match=r"what would be layers\.0\.attn\.q\.weight has shape \[4\]"):
         transformer_config(shapes, 1, "x.oam")
+
+
+def test_what_a_mixture_of_experts_leaves_open(tmp_path: Path) -> None:
+    """To how many experts a token goes is told, as the heads are; then the model is OA's."""
+    arrays, config = golden("transformer_moe")
+    size = sum(a.size for key, a in arrays.items() if key.removeprefix("param_").isdecimal())
+    state = OamOptimizer("SGD", 1e-3, 0.0, 0.0, 0.0, 0.0, 0, np.zeros(0, np.float32), None)
+    path = write_as_oa(tmp_path / "moe.oam", arrays, state)
+    out = tmp_path / "out.oam"
+    for options in ([], ["--heads", 2]):
+        refused = command("convert", path, *options, "-o", out)
+        assert refused.exit_code == 2 and "--heads N --experts-per-token K" in refused.output
+    refused = command("convert", path, "--heads", 2, "--experts-per-token", 5, "-o", out)
+    assert refused.exit_code == 2 and "experts_per_token = 5 is out of range (1 to 4)" in refused.output
+    assert command("convert", path, "--heads", 2, "--experts-per-token", 2, "-o", out).exit_code == 0
+    for row in range(2):
+        got = oazoo.load(out).logits(arrays["tokens"][row].tolist())
+        np.testing.assert_allclose(got, arrays["logits"].reshape(2, 6, 13)[row], rtol=1e-4, atol=1e-5)
+    assert config["experts_per_token"] == 2 and size
+    dense = DATA / "oam_transformer_muon.oam"
+    refused = command("convert", dense, "--heads", 2, "--experts-per-token", 2, "-o", tmp_path / "x.oam")
+    assert refused.exit_code == 2 and "It has no experts" in refused.output
