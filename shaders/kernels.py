@@ -115,6 +115,8 @@ OPTIMIZER_PARTS = {
 }
 #: Head widths that have training attention of their own for CPU devices.
 TRAIN_HEAD_DIMS = (16, 32, 64)
+#: Recurrent cells (recurrent.slang), and how many gates they have.
+CELL_GATES = {"rnn": 1, "gru": 3}
 
 
 def _training() -> dict[str, KernelSpec]:
@@ -155,6 +157,11 @@ def _training() -> dict[str, KernelSpec]:
         table[f"attend_{part}_group"] = KernelSpec("attention_train", f"{part}Group")
         for dims in TRAIN_HEAD_DIMS:
             table[f"attend_{part}_lanes_{dims}"] = KernelSpec("attention_train", f"{part}Lanes<{dims}>")
+    for cell, gates in CELL_GATES.items():
+        for part in ("forward", "back"):
+            for way in ("lanes", "group", "step"):
+                entry = f"{part}{way.capitalize()}<{gates}>"
+                table[f"{cell}_{part}_{way}"] = KernelSpec("recurrent", entry)
     return table
 
 

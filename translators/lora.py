@@ -26,7 +26,7 @@ Shape = tuple[int, int]
 Rows = npt.NDArray[np.int64]
 
 #: Matrices that are looked up, or convolve, and multiply nothing.
-_NOT_LINEAR = ("embed", "positions", "conv")
+_NOT_LINEAR = ("embed", "positions", "conv", "state")
 
 
 @dataclass(frozen=True)

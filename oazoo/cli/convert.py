@@ -58,6 +58,12 @@ if TYPE_CHECKING:
     metavar="NAME=VALUE",
     help="What the checkpoint does not state, such as a_form=softplus for a Mamba-3 of before June 2026.",
 )
+@click.option(
+    "--vocabulary",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The oa_bpe_v1 or oazoo_char_v1 vocabulary of such a checkpoint; without one, 256 tokens are the bytes.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="Weights only.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, checked whole; write nothing.")
 @click.option(
@@ -80,6 +86,7 @@ def command(
     dtype: str,
     heads: int | None,
     chosen: tuple[str, ...],
+    vocabulary: Path | None,
     no_tokenizer: bool,
     dry_run: bool,
     check: bool,
@@ -106,9 +113,9 @@ def command(
     if output is not None:
         check_output(output, overwrite=force)
     if _is_oa(source):
-        return _convert_oa(Path(source), output, heads, force, as_json)
-    if heads is not None:
-        raise click.UsageError("--heads is for checkpoints that OA wrote")
+        return _convert_oa(Path(source), output, heads, vocabulary, force, as_json)
+    if heads is not None or vocabulary is not None:
+        raise click.UsageError("--heads and --vocabulary are for checkpoints that OA wrote")
     if dry_run:
         with (
             progress_bar() as progress,
@@ -236,14 +243,16 @@ def _is_oa(source: str) -> bool:
         return isinstance(opened, OamSource) and is_oa(opened)
 
 
-def _convert_oa(path: Path, output: Path | None, heads: int | None, force: bool, as_json: bool) -> int:
+def _convert_oa(
+    path: Path, output: Path | None, heads: int | None, vocabulary: Path | None, force: bool, as_json: bool
+) -> int:
     from oazoo.zoo.oa_checkpoint import import_oa
 
     if output is None:
         raise click.UsageError(
             "a checkpoint that OA wrote has no plan to show; say where to write: -o OUT.oam"
         )
-    config = import_oa(path, output, heads=heads, overwrite=force)
+    config = import_oa(path, output, heads=heads, vocabulary=vocabulary, overwrite=force)
     if as_json:
         emit_json({"output": str(output), "family": config.family, "model": config.to_json()})
     else:

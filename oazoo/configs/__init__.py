@@ -17,6 +17,7 @@ from oazoo.configs.empyrealm import EmpyrealmConfig
 from oazoo.configs.mamba import MambaConfig
 from oazoo.configs.mamba3 import Mamba3Config
 from oazoo.configs.nanogpt import NanoGPTConfig
+from oazoo.configs.recurrent import RecurrentConfig
 from oazoo.configs.rope import RopeScaling
 from oazoo.configs.transformer import TransformerConfig
 from oazoo.errors import TranslationError
@@ -28,12 +29,14 @@ __all__ = [
     "MambaConfig",
     "ModelConfig",
     "NanoGPTConfig",
+    "RecurrentConfig",
     "RopeScaling",
     "TransformerConfig",
     "config_from_json",
 ]
 
 ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | EmpyrealmConfig
+ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | RecurrentConfig
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
     cls.family: cls
@@ -44,6 +47,7 @@ _FAMILIES: dict[str, type[ModelConfig]] = {
         MambaConfig,
         Mamba3Config,
         EmpyrealmConfig,
+        RecurrentConfig,
     )
 }
 

@@ -9,6 +9,7 @@ from oazoo.configs import (
     MambaConfig,
     ModelConfig,
     NanoGPTConfig,
+    RecurrentConfig,
     TransformerConfig,
 )
 from oazoo.errors import DeviceError
@@ -54,6 +55,10 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
         from oazoo.models.empyrealm import Empyrealm
 
         return Empyrealm(config, device)
+    if isinstance(config, RecurrentConfig):
+        from oazoo.models.recurrent import Recurrent
+
+        return Recurrent(config, device)
     assert isinstance(config, NanoGPTConfig)
     from oazoo.models.nanogpt import NanoGPT
 

@@ -33,6 +33,7 @@ from oazoo.nn.layers import (
 )
 from oazoo.nn.mamba3 import Mamba3Block
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.recurrent import GRU, RNN, GRUCell, RecurrentCell, RNNCell
 from oazoo.nn.rope import RoPE
 from oazoo.runtime.ops.mamba3 import Mamba3States
 
@@ -40,7 +41,9 @@ __all__ = [
     "ELU",
     "FFN",
     "GELU",
+    "GRU",
     "MLP",
+    "RNN",
     "Adapter",
     "Buffer",
     "ByteEmbedding",
@@ -48,6 +51,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "EmpyrealmCore",
+    "GRUCell",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
@@ -60,7 +64,9 @@ __all__ = [
     "MultiHeadAttention",
     "Parameter",
     "RMSNorm",
+    "RNNCell",
     "ReLU",
+    "RecurrentCell",
     "RoPE",
     "Sequential",
     "SiLU",

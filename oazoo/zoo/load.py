@@ -206,9 +206,9 @@ def model_config(source: OamSource) -> ModelConfig:
         )
     if is_oa(source):
         shapes = {name: tensor.info.shape for name, tensor in source.items()}
-        config = oa_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
+        known = oa_config(shapes, None, str(source.path))  # says so where it is none, or more must be told
         raise FormatError(
-            f"{source.path}: OA wrote it, without its configuration; it is a model of the family {config.family}. Make it a file "
+            f"{source.path}: OA wrote it, without its configuration; it is of the family {known.family!r}. Make it a file "
             f"that runs, with its optimizer's state: oazoo convert {source.path.name} -o OUT.oam"
         )
     if "family" not in metadata or "model" not in metadata:
@@ -290,8 +290,8 @@ def upload(model: CausalModel, source: OamSource, device: Device, progress: Prog
 def place(tensor: SourceTensor, device: Device, offset: float = 0.0, *, plain: bool = False) -> list[Tensor]:
     """A stored weight on the device: one tensor, or several by rows where one buffer cannot hold it.
 
-    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as those of a vector are: for biases
-    and scales of several dimensions.
+    ``offset`` is added to the values of a vector. ``plain``: values are f32 on the device, as those of a vector are: for
+    biases and scales of several dimensions.
     """
     info = tensor.info
     if len(info.shape) < 2 or plain:

@@ -1,28 +1,35 @@
 """Checkpoints that OA wrote: what model they hold, and the same weights and optimizer state in a file that runs here.
 
 OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for one number: how many
-heads its attention has. They tell ByteMamba3 (and ByteEmpyrealm, which is the same), over any vocabulary.
+heads its attention has. They tell ByteMamba3 (and ByteEmpyrealm, which is the same), over any vocabulary, and all of a
+recurrent model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from oazoo import __version__
-from oazoo.configs import EmpyrealmConfig, ModelConfig, TransformerConfig
+from oazoo.configs import EmpyrealmConfig, ModelConfig, RecurrentConfig, TransformerConfig
+from oazoo.configs.recurrent import GATES
 from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.text import CharacterTokenizer, OaBpeTokenizer
+from oazoo.text.characters import ASSET as CHARACTERS_ASSET
+from oazoo.text.oa_bpe import ASSET as BPE_ASSET
 from oazoo.text.train import byte_tokenizer_json
+from oazoo.zoo.tokenizers import load_tokenizer
 
 _ARCHITECTURE = "RustModule"
 _AROUND, _OF_A_LAYER = 6, 16  # tensors: embeddings, last norm, head; and those of each layer
 _OF_EMPYREALM = 10
+_AROUND_STATES, _OF_A_CELL = 3, 4
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -36,13 +43,51 @@ def is_oa(source: OamSource) -> bool:
 def oa_config(shapes: Shapes, heads: int | None, where: str) -> ModelConfig:
     """The configuration of a model of OA's; arguments and errors as for :func:`transformer_config`."""
     listed = [shapes[f"p{index}"] for index in range(len(shapes))]
-    if len(listed) == _OF_EMPYREALM and len(listed[0]) == 2:
-        config = EmpyrealmConfig.byte_mamba3(listed[0][0])
-        if list(config.parameters().values()) == listed:
-            if heads is not None:
-                raise UsageError(f"{where}: is OA's ByteMamba3, whose sizes are known; leave --heads out")
+    recurrent = recurrent_config(listed)
+    known = recurrent or empyrealm_config(listed)
+    if known is None:
+        return transformer_config(shapes, heads, where)
+    if heads is not None:
+        what = recurrent.cell.upper() if recurrent is not None else "ByteMamba3"
+        raise UsageError(f"{where}: OA wrote it, and it is a {what}: it has no heads; leave --heads out")
+    return known
+
+
+def empyrealm_config(listed: Sequence[tuple[int, ...]]) -> EmpyrealmConfig | None:
+    """The configuration of OA's ByteMamba3, over any vocabulary; None if it is none.
+
+    Args:
+        listed: shapes of p0, p1, …
+    """
+    if len(listed) != _OF_EMPYREALM or len(listed[0]) != 2:
+        return None
+    config = EmpyrealmConfig.byte_mamba3(listed[0][0])
+    return config if list(config.parameters().values()) == list(listed) else None
+
+
+def recurrent_config(listed: Sequence[tuple[int, ...]]) -> RecurrentConfig | None:
+    """The configuration of an RNN or GRU of OA's (ByteRnn, ByteGru; of any size, over any vocabulary); None if it is none.
+
+    Args:
+        listed: shapes of p0, p1, …
+    """
+    layers, rest = divmod(len(listed) - _AROUND_STATES, _OF_A_CELL)
+    if rest or layers < 1 or any(len(shape) != 2 for shape in listed[:3]):
+        return None
+    (vocabulary, embedding), (wide, hidden) = listed[0], listed[2]
+    for cell, gates in GATES.items():
+        if wide != gates * hidden:
+            continue
+        config = RecurrentConfig(
+            cell=cell,
+            vocab_size=vocabulary,
+            embedding_size=embedding,
+            hidden_size=hidden,
+            num_layers=layers,
+        )
+        if list(config.parameters().values()) == list(listed):
             return config
-    return transformer_config(shapes, heads, where)
+    return None
 
 
 def transformer_config(shapes: Shapes, heads: int | None, where: str) -> TransformerConfig:
@@ -62,8 +107,8 @@ def transformer_config(shapes: Shapes, heads: int | None, where: str) -> Transfo
     told = f"{where}: OA wrote it, without its configuration"
     if rest or layers < 1 or any(len(shape) != 2 for shape in (*listed[:2], listed[14])):
         raise FormatError(
-            f"{told}, and its {len(listed)} tensors are not those of a Transformer, which is what can be run of OA's "
-            "models; they can be inspected and compared"
+            f"{told}, and its {len(listed)} tensors are not those of a Transformer, RNN, GRU or ByteMamba3, which is what can be run "
+            "of OA's models; they can be inspected and compared"
         )
     (vocabulary, width), positions, inner = listed[0], listed[1][0], listed[14][0]
 
@@ -109,11 +154,12 @@ def import_oa(
         path: the checkpoint.
         output: the file to write.
         heads: of the model's attention; see :func:`transformer_config`.
-        vocabulary: its tokenizer's ``oa_bpe_v1`` file; models over 256 tokens have bytes if None.
+        vocabulary: its tokenizer's ``oa_bpe_v1`` or ``oazoo_char_v1`` file; models over 256 tokens have bytes if None.
         overwrite: replace an existing output.
 
     Raises:
         FormatError, UsageError: see :func:`transformer_config`; or the file is none of OA's.
+        TokenizerError, UsageError: a vocabulary that cannot be read, or is of another size.
     """
     with OamSource(path) as source:
         source.verify()
@@ -123,7 +169,15 @@ def import_oa(
         config = oa_config(shapes, heads, str(path))
         assets = dict[str, bytes]()
         if vocabulary is not None:
-            assets["oa_bpe_v1.txt"] = vocabulary.read_bytes()
+            tokenizer = load_tokenizer(vocabulary)
+            if not isinstance(tokenizer, OaBpeTokenizer | CharacterTokenizer):
+                raise UsageError(f"{vocabulary}: is neither an oa_bpe_v1 nor an oazoo_char_v1 vocabulary")
+            if tokenizer.vocab_size != config.vocab_size:
+                raise UsageError(
+                    f"{vocabulary}: has {tokenizer.vocab_size} tokens, and the model {config.vocab_size}"
+                )
+            asset = BPE_ASSET if isinstance(tokenizer, OaBpeTokenizer) else CHARACTERS_ASSET
+            assets[asset] = tokenizer.to_bytes()
         elif config.vocab_size == 256:
             assets["tokenizer.json"] = byte_tokenizer_json()
         document = {

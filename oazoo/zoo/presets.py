@@ -12,6 +12,7 @@ from oazoo.configs import (
     Mamba3Config,
     ModelConfig,
     NanoGPTConfig,
+    RecurrentConfig,
     TransformerConfig,
 )
 from oazoo.errors import UsageError
@@ -82,6 +83,10 @@ def _nanogpt(hidden: int, layers: int, heads: int) -> Callable[[int, int], Model
     return make
 
 
+def _oa_recurrent(cell: str) -> Callable[[int, int], ModelConfig]:
+    return lambda vocabulary, context: replace(RecurrentConfig.byte_model(cell), vocab_size=vocabulary)
+
+
 def _mamba3(
     hidden: int, layers: int, head_dim: int, states: int, inner: int
 ) -> Callable[[int, int], ModelConfig]:
@@ -113,6 +118,8 @@ def _oa_transformer(vocabulary: int, context: int) -> ModelConfig:
 #: OA's small language models: its name for the architecture, and the configuration with the sizes that OA's model over
 #: bytes has, whatever the vocabulary (OA states none for the others).
 _OA_ARCHITECTURES: dict[str, Callable[[int, int], ModelConfig]] = {
+    "Rnn": _oa_recurrent("rnn"),
+    "Gru": _oa_recurrent("gru"),
     "Transformer": _oa_transformer,
     "Mamba3": _oa_mamba3,
     "Empyrealm": _oa_mamba3,  # another name for the same function

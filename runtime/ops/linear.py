@@ -55,6 +55,11 @@ def observing(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def observed() -> bool:
+    """Whether somebody is told of products; what has them inside a larger kernel makes them with :func:`linear` then."""
+    return bool(_observers)
+
+
 def _tell(x: Tensor, norm: Tensor | None, eps: float, weights: Sequence[Tensor]) -> None:
     if _observers:
         x = x if norm is None else rms_norm(x, norm, eps)

@@ -57,6 +57,17 @@ def test_oa_bpe(data: Path, tmp_path: Path) -> None:
     assert oazoo("decode", out, text=encoded.stdout).stdout == "the mat\n\n"
 
 
+def test_characters(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "characters.txt"
+    made = oazoo("train", "--data", data, "--kind", "char", "-o", out, "--json")
+    assert made.exit_code == 0, made.stderr
+    assert json.loads(made.stdout)["vocab_size"] == len(set(TEXT))
+    encoded = oazoo("encode", out, "été", "--json")
+    assert json.loads(encoded.stdout)["ids"] == [sorted(set(TEXT)).index(c) for c in "été"]
+    unknown = oazoo("encode", out, "the Cat")
+    assert unknown.exit_code == 1 and "'C' (U+0043), character 5" in unknown.stderr
+
+
 def test_bytes() -> None:
     assert oazoo("encode", "bytes", "aé").stdout == "97 195 169\n"
     assert oazoo("decode", "bytes", "97", "195", "169").stdout == "aé\n"
@@ -73,6 +84,8 @@ def test_bytes() -> None:
             "no control tokens",
         ),
         (["train", "--data", "DATA", "--vocab-size", "300"], "--output"),
+        (["train", "--data", "DATA", "-o", "OUT"], "--vocab-size is for"),
+        (["train", "--data", "DATA", "--vocab-size", "300", "--kind", "char", "-o", "OUT"], "--vocab-size is for"),
         (["encode", "DATA"], "give a text"),
         (["encode", "nowhere", "text"], "no such file"),
         (["decode", "bytes", "1", "x"], "not a token id"),

@@ -10,7 +10,7 @@ import pytest
 from oazoo.errors import OazooError, TokenizerError, UsageError
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
-from oazoo.text import OaBpeTokenizer
+from oazoo.text import CharacterTokenizer, OaBpeTokenizer
 from oazoo.text.train import byte_tokenizer_json, train_byte_level
 from oazoo.zoo.tokenizers import load_tokenizer
 
@@ -36,6 +36,10 @@ def test_each_kind(tmp_path: Path) -> None:
         ids = load_tokenizer(file).encode(TEXT)
         assert len(ids) < len(TEXT) / 2 and load_tokenizer(carried).encode(TEXT) == ids
         assert load_tokenizer(carried).decode(ids) == TEXT
+    characters = model(
+        tmp_path / "char.oam", {"oazoo_char_v1.txt": CharacterTokenizer.train([TEXT]).to_bytes()}
+    )
+    assert load_tokenizer(characters).decode(load_tokenizer(characters).encode(TEXT)) == TEXT
     assert load_tokenizer(of_theirs).eos_ids == (0,) and load_tokenizer(of_ours).eos_ids == ()
 
 
