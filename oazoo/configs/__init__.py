@@ -35,8 +35,15 @@ __all__ = [
     "config_from_json",
 ]
 
-ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | EmpyrealmConfig
-ModelConfig = DecoderConfig | NanoGPTConfig | TransformerConfig | MambaConfig | Mamba3Config | RecurrentConfig
+ModelConfig = (
+    DecoderConfig
+    | NanoGPTConfig
+    | TransformerConfig
+    | MambaConfig
+    | Mamba3Config
+    | EmpyrealmConfig
+    | RecurrentConfig
+)
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
     cls.family: cls

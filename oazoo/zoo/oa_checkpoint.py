@@ -107,8 +107,8 @@ def transformer_config(shapes: Shapes, heads: int | None, where: str) -> Transfo
     told = f"{where}: OA wrote it, without its configuration"
     if rest or layers < 1 or any(len(shape) != 2 for shape in (*listed[:2], listed[14])):
         raise FormatError(
-            f"{told}, and its {len(listed)} tensors are not those of a Transformer, RNN, GRU or ByteMamba3, which is what can be run "
-            "of OA's models; they can be inspected and compared"
+            f"{told}, and its {len(listed)} tensors are not those of a Transformer, RNN, GRU or ByteMamba3, which is what "
+            "can be run of OA's models; they can be inspected and compared"
         )
     (vocabulary, width), positions, inner = listed[0], listed[1][0], listed[14][0]
 
