@@ -46,6 +46,8 @@ ModelConfig = (
     | RecurrentConfig
     | EmpyrealmConfig
     | FlowConfig
+    | EmpyrealmConfig
+    | RecurrentConfig
 )
 
 _FAMILIES: dict[str, type[ModelConfig]] = {
@@ -56,9 +58,9 @@ _FAMILIES: dict[str, type[ModelConfig]] = {
         TransformerConfig,
         MambaConfig,
         Mamba3Config,
-        RecurrentConfig,
         EmpyrealmConfig,
         FlowConfig,
+        RecurrentConfig,
     )
 }
 

@@ -52,10 +52,6 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
         from oazoo.models.transformer import Transformer
 
         return Transformer(config, device)
-    if isinstance(config, RecurrentConfig):
-        from oazoo.models.recurrent import Recurrent
-
-        return Recurrent(config, device)
     if isinstance(config, Mamba3Config):
         from oazoo.models.mamba3 import Mamba3
 
@@ -64,6 +60,10 @@ def build(config: ModelConfig, device: Device) -> CausalModel:
         from oazoo.models.empyrealm import Empyrealm
 
         return Empyrealm(config, device)
+    if isinstance(config, RecurrentConfig):
+        from oazoo.models.recurrent import Recurrent
+
+        return Recurrent(config, device)
     assert isinstance(config, NanoGPTConfig)
     from oazoo.models.nanogpt import NanoGPT
 

@@ -65,6 +65,18 @@ def oa_config(
     return known
 
 
+def empyrealm_config(listed: Sequence[tuple[int, ...]]) -> EmpyrealmConfig | None:
+    """The configuration of OA's ByteMamba3, over any vocabulary; None if it is none.
+
+    Args:
+        listed: shapes of p0, p1, …
+    """
+    if len(listed) != _OF_EMPYREALM or len(listed[0]) != 2:
+        return None
+    config = EmpyrealmConfig.byte_mamba3(listed[0][0])
+    return config if list(config.parameters().values()) == list(listed) else None
+
+
 def recurrent_config(listed: Sequence[tuple[int, ...]]) -> RecurrentConfig | None:
     """The configuration of an RNN or GRU of OA's (ByteRnn, ByteGru; of any size, over any vocabulary); None if it is none.
 
@@ -111,8 +123,8 @@ def transformer_config(
     told = f"{where}: OA wrote it, without its configuration"
     if rest or layers < 1 or any(len(shape) != 2 for shape in listed[:2]) or len(listed[_UP]) != 2 + mixture:
         raise FormatError(
-            f"{told}, and its {len(listed)} tensors are not those of a Transformer, RNN or GRU, which is what can be run "
-            "of OA's models; they can be inspected and compared"
+            f"{told}, and its {len(listed)} tensors are not those of a Transformer, RNN, GRU or ByteMamba3, which is what "
+            "can be run of OA's models; they can be inspected and compared"
         )
     (vocabulary, width), positions = listed[0], listed[1][0]
     experts = listed[_EXPERTS][0] if mixture else None

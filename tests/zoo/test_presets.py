@@ -33,8 +33,12 @@ TEXT = (
     "The keeper of the lamp has a basket for the eggs. The basket for the eggs is often full.\n"
     "The keeper of the lamp has a lamp. It is aglow.\n"
 )
-#: Empyrealm's are Mamba-3's by another name.
-OA = sorted(name for name in PRESETS if name.startswith("oa-") and not name.endswith("empyrealm"))
+#: Empyrealm's are Mamba-3's by another name; and what characters do with it the others show.
+OA = sorted(
+    name
+    for name in PRESETS
+    if name.startswith("oa-") and not name.endswith("empyrealm") and name != "oa-charmamba3"
+)
 ROWS, TOKENS, STEPS, GOAL = 64, 16, 300, 0.35
 
 

@@ -41,7 +41,9 @@ def test_a_shipped_model(name: str, offline: Path) -> None:
         assert elements == card.parameters
         assert any(t.info.encoding == "q8" for t in source.values())
     model = oazoo.load(name)
-    assert model.model.max_positions == card.context_length  # type: ignore[attr-defined]
+    causal = model.model
+    # Where a state of one size is all the memory there is, the card says how long the rows were that it was trained over.
+    assert getattr(causal, "constant_state", False) or causal.max_positions == card.context_length
     assert model.tokenizer.vocab_size == card.tokenizer.vocabulary_size
     answer = model.generate("And the LORD said unto", raw=True, max_tokens=60, temperature=0)
     # It has learned words: most of what it writes greedily is in the text that it learned from.
