@@ -215,10 +215,10 @@ class FlowConfig(StrictJson):
                 add(f"{at}.attn.{name}", hidden, hidden)
             if self.num_experts:
                 count = self.num_experts
-                shapes[f"{at}.moe.expert_gate_up_weight"] = (count, 2 * inner, hidden)
-                shapes[f"{at}.moe.expert_gate_up_bias"] = (count, 2 * inner)
-                shapes[f"{at}.moe.expert_down_weight"] = (count, hidden, inner)
-                shapes[f"{at}.moe.expert_down_bias"] = (count, hidden)
+                shapes[f"{at}.moe.gate_up.weight"] = (count, 2 * inner, hidden)
+                shapes[f"{at}.moe.gate_up.bias"] = (count, 2 * inner)
+                shapes[f"{at}.moe.down.weight"] = (count, hidden, inner)
+                shapes[f"{at}.moe.down.bias"] = (count, hidden)
                 shapes[f"{at}.moe.norm.weight"] = (hidden,)
                 add(f"{at}.moe.router", count, hidden)
             else:
