@@ -39,6 +39,11 @@ _OPTIONS = [
     click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in RUN."),
     click.option("--steps", type=int, help="Steps of the optimizer.  [default: what --epochs take]"),
     click.option("--epochs", type=float, default=1.0, show_default=True, help="Passes over the data."),
+    click.option(
+        "--minutes",
+        type=float,
+        help="End after so many minutes, if steps or epochs are not done by then; the schedule follows the time.",
+    ),
     click.option("--batch-size", type=int, default=16, show_default=True, help="Rows of a batch."),
     click.option(
         "--accumulate", type=int, default=1, show_default=True, help="Batches whose gradients make a step."

@@ -57,7 +57,7 @@ class Summary:
     Attributes:
         steps, tokens, samples: of this run, without what came before a resumption.
         seconds: spent in steps; validation and checkpoints are not counted.
-        ended: why: "finished", "stopped", "early stop".
+        ended: why: "finished", "stopped", "early stop", "out of time".
         step_p50, step_p95: wall time of a step.
         device_p50, device_p95: time of a step by the device's own clock, one step for every reading of losses; None where
             the device has no such clock.

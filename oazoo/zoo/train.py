@@ -230,6 +230,7 @@ class Run:
             checkpoint_every=settings.checkpoint_every or every,
             callbacks=[*log, *_early(settings), *callbacks],
             control=control,
+            limit=None if settings.minutes is None else 60 * settings.minutes,
         )
         if resume:
             if output is None:
@@ -294,6 +295,7 @@ class Run:
 
 #: Settings of a run that may differ when it goes on; a step may be divided into batches in another way.
 _MAY_CHANGE = (
+    "minutes",
     "validate_every",
     "checkpoint_every",
     "patience",

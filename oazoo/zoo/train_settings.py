@@ -30,6 +30,7 @@ class TrainSettings:
     Attributes:
         steps: of the optimizer; None for as many as ``epochs`` take.
         epochs: passes over the data.
+        minutes: the run ends earlier when it has taken so long; the schedule follows the time then. None for no limit.
         batch_size: rows of a batch; ``accumulate`` batches make a step.
         auto_batch: divide a step of ``batch_size · accumulate`` rows into batches as large as free memory allows.
         checkpointing: keep nothing inside layers on the way forward and compute it again: less memory, a third more time.
@@ -53,6 +54,7 @@ class TrainSettings:
 
     steps: int | None = None
     epochs: float = 1.0
+    minutes: float | None = None
     batch_size: int = 16
     accumulate: int = 1
     auto_batch: bool = False
@@ -94,6 +96,8 @@ class TrainSettings:
         ):
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} must be from {low:g} to {high:g}, not {getattr(self, name)}")
+        if self.minutes is not None and not 0 < self.minutes <= 1e6:
+            raise UsageError(f"a run cannot take {self.minutes} minutes")
         if self.lr is not None and not 0 < self.lr < 1e3:
             raise UsageError(f"a learning rate of {self.lr} cannot be meant")
         if self.optimizer not in OPTIMIZERS:
