@@ -24,7 +24,7 @@ class StepRecord:
         epoch: the pass over the data that its batch is of, from 0.
         loss: mean loss of its target tokens before the update, nats a token.
         lr: the learning rate it used.
-        grad_norm: length of the whole gradient before clipping; None if that was not computed.
+        grad_norm: length of the whole gradient of that loss before clipping; None if that was not computed.
         samples, tokens: rows of the batch, and tokens that count in its loss.
         seconds: wall time; losses are read several steps at a time, which then share it evenly.
     """
