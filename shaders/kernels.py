@@ -82,7 +82,7 @@ def _rows() -> dict[str, KernelSpec]:
 
 
 def _products() -> dict[str, KernelSpec]:
-    """The products that go backward through a linear layer."""
+    """The products that go backward through a linear layer, and what stores weights narrow after an update."""
     table = {
         f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()
     }
@@ -92,6 +92,8 @@ def _products() -> dict[str, KernelSpec]:
             table[f"product_{form}_many{columns}"] = KernelSpec(
                 "product_lanes", f"{form}<{MANY_EIGHTS}, {columns}>"
             )
+    for dtype, kind in (("f16", "F16"), ("bf16", "BF16")):
+        table[f"narrow_{dtype}"] = KernelSpec("narrow", f"narrow<{kind}>")
     table["product_weights_tile"] = KernelSpec("product_tile", "weightsOf")
     return table
 

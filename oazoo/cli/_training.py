@@ -86,6 +86,13 @@ _OPTIONS = [
     ),
     click.option("--dropout", type=float, default=0.0, show_default=True),
     click.option(
+        "--dtype",
+        type=click.Choice(["f32", "bf16", "f16"]),
+        default="f32",
+        show_default=True,
+        help="How matrices that learn are stored. Gradients, moments and updates are f32 all the same.",
+    ),
+    click.option(
         "--validation", type=float, default=0.05, show_default=True, help="Share of the data held back."
     ),
     click.option(

@@ -110,8 +110,9 @@ class Trainer:
         callbacks: told of what happens, in order.
         control: how others steer the run.
         read_every: steps whose losses are read together, at most; bounded by what the stepper keeps.
+        read_seconds: when so much time has passed they are read, however few they are: slow steps are told of one by one.
         limit: seconds that the run may take, from the start of :meth:`fit` and before a resumption; validations and
-            checkpoints count. The schedule and what is done every so many steps then follow the share of the time that has
+            checkpoints count, pauses do not. The schedule and what is done every so many steps then follow the share of the time that has
             passed, where that is ahead of the share of the steps.
     """
 
@@ -129,6 +130,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         control: TrainingControl | None = None,
         read_every: int = 16,
+        read_seconds: float = 2.0,
         limit: float | None = None,
     ) -> None:
         for name, value in (
@@ -149,7 +151,7 @@ class Trainer:
         self.limit = limit
         #: What the run is doing: "idle", "training", "validating", "saving", "paused", "ended".
         self.phase = "idle"
-        self._read_every = min(read_every, stepper.capacity)
+        self._read_every, self._read_seconds = min(read_every, stepper.capacity), read_seconds
         self._waiting: list[tuple[StepRecord, str]] = []
         self._clock = 0.0
         self._tally = Tally()
@@ -158,6 +160,7 @@ class Trainer:
         self._began = time.perf_counter()
         self._before = 0.0
         self._validation_seconds = 0.0
+        self._paused = 0.0
 
     @property
     def place(self) -> int:
@@ -198,6 +201,7 @@ class Trainer:
                     self._validate()
                 if after < self.steps and _due(before, after, self.checkpoint_every):
                     self._save()
+                self._look_at_clock()
             self._read()
             if self.validate is not None and self.state.validated < self.state.step:
                 self._validate()
@@ -219,7 +223,7 @@ class Trainer:
         if self.limit is not None:
             spent = self._tally.seconds
             step = sum(spent) / max(1, len(spent))
-            if state.seconds + step + self._validation_seconds >= self.limit:
+            if state.seconds + step + self._validation_seconds > self.limit:
                 self.end("out of time")
 
     # ------------------------------------------------------------------------------------------------ the steps
@@ -242,7 +246,8 @@ class Trainer:
         state.tokens += tokens
         state.samples += samples
         self._waiting.append((StepRecord(state.step, epoch, 0.0, lr, None, samples, tokens, 0.0), where))
-        if len(self._waiting) >= self._read_every:
+        late = time.perf_counter() - self._clock > self._read_seconds
+        if late or len(self._waiting) >= self._read_every:
             self._read()
 
     def _read(self) -> None:
@@ -335,6 +340,9 @@ class Trainer:
     def _held(self, paused: bool) -> None:
         self.phase = "paused" if paused else "training"
         self._tell("on_pause", paused)
+        # A pause takes none of the time that the run may take.
+        self._paused = time.perf_counter() if paused else self._paused
+        self._began += 0.0 if paused else time.perf_counter() - self._paused
         self._start_clock()
 
     def _start_clock(self) -> None:

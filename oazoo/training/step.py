@@ -235,5 +235,5 @@ class TrainingStep:
         self._log.note(None, self._sums, factor)
 
     def _table(self) -> ops.SlotTable:
-        found = [p.tensor for p in self.optimizer.parameters if p.tensor.grad is not None]
-        return ops.SlotTable([ops.Slot(t, t.grad) for t in found if t.grad is not None])
+        found = [p.tensor.grad for p in self.optimizer.parameters if p.tensor.grad is not None]
+        return ops.SlotTable([ops.Slot(gradient, gradient) for gradient in found])

@@ -213,7 +213,8 @@ class Run:
             folder = RunFolder(
                 output,
                 model=subject.file,
-                weights=subject.weights,
+                weights=lambda: subject.weights() | optimizer.masters(),
+                encodings=subject.encodings(),
                 optimizer=lambda: to_section(optimizer),
                 run=self._run,
             )
@@ -239,6 +240,7 @@ class Run:
             if found is None:
                 raise UsageError(f"{output}: holds no checkpoint to go on from")
             subject.load(found.weights)
+            optimizer.load_masters(found.weights)
             if found.optimizer is not None:
                 groups = [{"params": [p.name for p in g.parameters], **g.options} for g in optimizer.groups]
                 from_section(optimizer, found.optimizer, groups)
