@@ -24,6 +24,10 @@ from oazoo.runtime.ops.norm import layer_norm, rms_norm
 from oazoo.runtime.tape import taping
 
 
+#: Rows from which correcting the weights costs less than going through corrections with every row.
+_MANY_ROWS = 64
+
+
 def by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A layer of [rows, features] on x of any shape [..., features]."""
     if len(x.shape) == 2:
@@ -120,7 +124,8 @@ def _adapted(
 ) -> Tensor:
     x = x if norm is None else norm(x)
     corrections = _corrections(layers)
-    if corrections is not None and taping(x, *(t for c in corrections if c is not None for t in (c.a, c.b))):
+    learning = [t for c in corrections or [] if c is not None for t in (c.a, c.b)]
+    if corrections is not None and (x.shape[0] >= _MANY_ROWS or taping(x, *learning)):
         y = corrected_linear(x, weights, biases, corrections)
         y = activate(y, "gelu_tanh") if gelu else y
         return y if residual is None else add(y, residual)

@@ -112,8 +112,8 @@ class Trainer:
         read_every: steps whose losses are read together, at most; bounded by what the stepper keeps.
         read_seconds: when so much time has passed they are read, however few they are: slow steps are told of one by one.
         limit: seconds that the run may take, from the start of :meth:`fit` and before a resumption; validations and
-            checkpoints count, pauses do not. The schedule and what is done every so many steps then follow the share of the time that has
-            passed, where that is ahead of the share of the steps.
+            checkpoints count, pauses do not. The schedule and what is done every so many steps then follow the share of the
+            time that has passed, where that is ahead of the share of the steps.
     """
 
     def __init__(
@@ -152,6 +152,9 @@ class Trainer:
         #: What the run is doing: "idle", "training", "validating", "saving", "paused", "ended".
         self.phase = "idle"
         self._read_every, self._read_seconds = min(read_every, stepper.capacity), read_seconds
+        #: Whether a step takes so long that each is waited for: queued ahead, they would be told of, and given rates, too
+        #: late. With a limit the first one is, too, which says how long a step takes.
+        self._slow = limit is not None
         self._waiting: list[tuple[StepRecord, str]] = []
         self._clock = 0.0
         self._tally = Tally()
@@ -247,7 +250,7 @@ class Trainer:
         state.samples += samples
         self._waiting.append((StepRecord(state.step, epoch, 0.0, lr, None, samples, tokens, 0.0), where))
         late = time.perf_counter() - self._clock > self._read_seconds
-        if late or len(self._waiting) >= self._read_every:
+        if late or self._slow or len(self._waiting) >= self._read_every:
             self._read()
 
     def _read(self) -> None:
@@ -258,6 +261,7 @@ class Trainer:
         now = time.perf_counter()
         each = (now - self._clock) / len(self._waiting)
         self._clock = now
+        self._slow = each > self._read_seconds
         waiting, self._waiting = self._waiting, []
         records = []
         failure: TrainingError | None = None
