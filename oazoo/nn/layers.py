@@ -23,7 +23,6 @@ from oazoo.runtime.ops.low_rank import LowRank, corrected_linear
 from oazoo.runtime.ops.norm import layer_norm, rms_norm
 from oazoo.runtime.tape import taping
 
-
 #: Rows from which correcting the weights costs less than going through corrections with every row.
 _MANY_ROWS = 64
 
