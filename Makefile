@@ -7,7 +7,7 @@ DRIVER_TESTS := tests/ops tests/nn tests/runtime tests/models tests/training
 DEVICE_TESTS := $(DRIVER_TESTS) tests/generation tests/zoo/test_train.py tests/zoo/test_quantize.py tests/zoo/test_calibrate.py \
 	tests/zoo/test_error_feedback.py tests/zoo/test_evaluate.py tests/zoo/test_load.py
 
-.PHONY: help setup demo test lint typecheck imports format shaders fuzz bench bench-quality bench-train test-validation test-portable test-mesa22 clean
+.PHONY: help setup demo test lint typecheck imports format shaders fuzz bench bench-quality bench-train bench-finetune test-validation test-portable test-mesa22 clean
 
 help:
 	@echo 'make setup            .venv with oazoo and its tools, and a Vulkan driver when no device answers'
@@ -22,6 +22,7 @@ help:
 	@echo 'make bench            the numbers of docs/performance.md'
 	@echo 'make bench-quality    perplexity and divergence of SmolLM2, quantised in each way (minutes)'
 	@echo 'make bench-train      a step of training beside PyTorch; TORCH=… names a Python that has it'
+	@echo 'make bench-finetune   a quarter of an hour of LoRA on text of a strange style (needs Debian'"'"'s dict-gcide)'
 	@echo 'make clean            remove what these targets built, but not .venv'
 
 setup:
@@ -66,6 +67,10 @@ bench-quality: setup
 # TORCH=… a Python that has PyTorch; without one our step is measured alone.
 bench-train: setup
 	@$(PYTHON_IN_VENV) tools/bench_train.py $(if $(TORCH),--torch $(TORCH))
+
+bench-finetune: setup
+	@$(PYTHON_IN_VENV) tools/finetune_text.py build/finetune/text $(DICTIONARY)
+	@$(PYTHON_IN_VENV) tools/bench_finetune.py build/finetune/text build/finetune/run
 
 test-validation: setup
 	@OAZOO_VALIDATION=1 $(PYTEST) -m "not heavy" $(DEVICE_TESTS)

@@ -27,6 +27,8 @@ COLUMNS, CODED_COLUMNS = 2, 4
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 #: Columns of a lane in the lanes variants of the backward products.
 PRODUCT_COLUMNS = (4, 8)
+#: Eights of rows of a workgroup where there are many.
+MANY_EIGHTS = 4
 #: Head widths that have an attention kernel of their own for CPU devices, and those of them that also have one for single
 #: tokens with the rotation in it: the wider ones would compile for half a minute and be no faster.
 LANES_HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -47,7 +49,8 @@ def _linear() -> dict[str, KernelSpec]:
         table[f"turn_{encoding}"] = KernelSpec("linear_wide", f"turn<{weight}>")
     for form in ("linear", "gated"):
         table[f"{form}_wide"] = KernelSpec("linear_wide", f"wide{form.title()}")
-    table["linear_wide_plain"] = KernelSpec("linear_wide", "widePlain")
+    table["linear_wide_plain"] = KernelSpec("linear_wide", "widePlain<1>")
+    table["linear_wide_many"] = KernelSpec("linear_wide", f"widePlain<{MANY_EIGHTS}>")
     return table
 
 
@@ -79,13 +82,18 @@ def _rows() -> dict[str, KernelSpec]:
 
 
 def _products() -> dict[str, KernelSpec]:
-    """The products that go backward through a linear layer."""
+    """The products that go backward through a linear layer, and what stores weights narrow after an update."""
     table = {
         f"product_inputs_tile_{e}": KernelSpec("product_tile", f"inputs<{w}>") for e, w in WEIGHTS.items()
     }
     for columns in PRODUCT_COLUMNS:
-        table[f"product_inputs_lanes{columns}"] = KernelSpec("product_lanes", f"inputs<{columns}>")
-        table[f"product_weights_lanes{columns}"] = KernelSpec("product_lanes", f"weights<{columns}>")
+        for form in ("inputs", "weights"):
+            table[f"product_{form}_lanes{columns}"] = KernelSpec("product_lanes", f"{form}<1, {columns}>")
+            table[f"product_{form}_many{columns}"] = KernelSpec(
+                "product_lanes", f"{form}<{MANY_EIGHTS}, {columns}>"
+            )
+    for dtype, kind in (("f16", "F16"), ("bf16", "BF16")):
+        table[f"narrow_{dtype}"] = KernelSpec("narrow", f"narrow<{kind}>")
     table["product_weights_tile"] = KernelSpec("product_tile", "weightsOf")
     return table
 

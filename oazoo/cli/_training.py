@@ -39,6 +39,11 @@ _OPTIONS = [
     click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in RUN."),
     click.option("--steps", type=int, help="Steps of the optimizer.  [default: what --epochs take]"),
     click.option("--epochs", type=float, default=1.0, show_default=True, help="Passes over the data."),
+    click.option(
+        "--minutes",
+        type=float,
+        help="End after so many minutes, if steps or epochs are not done by then; the schedule follows the time.",
+    ),
     click.option("--batch-size", type=int, default=16, show_default=True, help="Rows of a batch."),
     click.option(
         "--accumulate", type=int, default=1, show_default=True, help="Batches whose gradients make a step."
@@ -80,6 +85,13 @@ _OPTIONS = [
         "--clip", type=float, default=1.0, show_default=True, help="Largest gradient norm; 0: none."
     ),
     click.option("--dropout", type=float, default=0.0, show_default=True),
+    click.option(
+        "--dtype",
+        type=click.Choice(["f32", "bf16", "f16"]),
+        default="f32",
+        show_default=True,
+        help="How matrices that learn are stored. Gradients, moments and updates are f32 all the same.",
+    ),
     click.option(
         "--validation", type=float, default=0.05, show_default=True, help="Share of the data held back."
     ),

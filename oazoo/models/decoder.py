@@ -14,6 +14,7 @@ from oazoo.configs.frequencies import inverse_frequencies
 from oazoo.models.cache import KVCache
 from oazoo.models.sequences import Context, Sequences
 from oazoo.models.session import CausalModel, Layer
+from oazoo.nn.dropout import Dropout
 from oazoo.nn.layers import (
     Embedding,
     LayerNorm,
@@ -30,6 +31,7 @@ from oazoo.nn.rope import rotary_table
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.activation import softcap
 from oazoo.runtime.ops.attention import rotary_attention
+from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.grouped import expert_mlp
 from oazoo.runtime.ops.linear import linear
 from oazoo.runtime.ops.norm import query_key_norm
@@ -65,6 +67,7 @@ class Attention(Module):
         self.o = Linear(q_width, hidden, config.attention_output_bias)
         self._config = config
         self._layer = layer
+        self.dropout = Dropout(0.0)
 
     def __call__(self, x: Tensor, norm: Norm | None, context: Context, residual: Tensor | None) -> Tensor:
         """``o(attention(norm(x))) + residual``, f32 [tokens, hidden]."""
@@ -87,7 +90,8 @@ class Attention(Module):
             turned = config.num_heads + config.num_kv_heads
             qkv = rotate(qkv, table, context.tokens, turned, config.head_dim, rotated=config.rotated)
             heads = config.num_heads, config.num_kv_heads
-            return attend(qkv, context.batch, *heads, window=window, scale=scale, softcap=cap)
+            rate = self.dropout.now
+            return attend(qkv, context.batch, *heads, window=window, scale=scale, softcap=cap, dropout=rate)
         assert isinstance(context, KVCache)
         keys, values = context.layers[self._layer]
         return rotary_attention(
@@ -178,16 +182,27 @@ class Block(Layer):
         self._pre, self._post = config.pre_norm, config.post_norm
         self._parallel = config.parallel_residual
         self._sparse = config.is_moe(layer)
+        self.dropout = Dropout(0.0)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         feed_forward = self.moe if self._sparse else self.mlp
         attn_norm = self.attn_norm if self._pre else None
         mlp_norm = self.mlp_norm if self._pre else None
+        if self.dropout.now:
+            return self._dropped(x, attn_norm, mlp_norm, context)
         if self._post:
             x = self.attn_post_norm(self.attn(x, attn_norm, context, None), residual=x)
             return self.mlp_post_norm(feed_forward(x, mlp_norm, None), residual=x)
         after = self.attn(x, attn_norm, context, x)
         return feed_forward(x if self._parallel else after, mlp_norm, after)
+
+    def _dropped(self, x: Tensor, attn_norm: Norm | None, mlp_norm: Norm | None, context: Context) -> Tensor:
+        """The same with what each sublayer gives going through dropout, before the residual stream takes it."""
+        part = self.attn(x, attn_norm, context, None)
+        after = add(x, self.dropout(self.attn_post_norm(part) if self._post else part))
+        feed_forward = self.moe if self._sparse else self.mlp
+        part = feed_forward(x if self._parallel and not self._post else after, mlp_norm, None)
+        return add(after, self.dropout(self.mlp_post_norm(part) if self._post else part))
 
 
 class Decoder(CausalModel):

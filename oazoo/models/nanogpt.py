@@ -24,16 +24,19 @@ class Attention(Module):
         self.o = Linear(config.hidden_size, config.hidden_size, config.bias)
         self._heads = config.num_heads
         self._layer = layer
+        self.dropout = Dropout(0.0)
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: Context) -> Tensor:
         """``residual + o(attention(x))``, f32 [tokens, hidden]."""
-        return self.o(mixed(self.qkv(x), self._heads, self._layer, context), residual=residual)
+        return self.o(
+            mixed(self.qkv(x), self._heads, self._layer, context, self.dropout.now), residual=residual
+        )
 
 
-def mixed(qkv: Tensor, heads: int, layer: int, context: Context) -> Tensor:
-    """Causal attention without rotation, over the cache of a layer or a batch of whole sequences."""
+def mixed(qkv: Tensor, heads: int, layer: int, context: Context, dropout: float = 0.0) -> Tensor:
+    """Causal attention without rotation, over the cache of a layer or a batch of whole sequences, there with dropout."""
     if isinstance(context, Sequences):
-        return attend(qkv, context.batch, heads)
+        return attend(qkv, context.batch, heads, dropout=dropout)
     assert isinstance(context, KVCache)
     keys, values = context.layers[layer]
     return rotary_attention(qkv, None, context.start, keys, values, heads)
@@ -63,7 +66,7 @@ class Block(Layer):
         self.dropout = Dropout(0.0)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
-        if self.dropout.training and self.dropout.rate:
+        if self.dropout.now:
             x = add(x, self.dropout(self.attn(self.attn_norm(x), None, context)))
             return add(x, self.dropout(self.mlp(self.mlp_norm(x), None)))
         x = self.attn(self.attn_norm(x), x, context)

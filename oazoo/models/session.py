@@ -209,7 +209,7 @@ class CausalModel(Module):
             mixture.update_routing_bias(rate)
 
     def set_dropout(self, rate: float) -> None:
-        """The rate at which embeddings and the outputs of sublayers are dropped in training, where a model has that."""
+        """The rate at which weights of keys, outputs of sublayers and learned embeddings are dropped in training."""
         for module in self.modules():
             if isinstance(module, Dropout):
                 module.rate = rate

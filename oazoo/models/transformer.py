@@ -26,11 +26,12 @@ class Attention(Module):
         self.o = Linear(hidden, hidden)
         self._heads = config.num_heads
         self._layer = layer
+        self.dropout = Dropout(0.0)
 
     def __call__(self, x: Tensor, norm: LayerNorm, residual: Tensor | None, context: Context) -> Tensor:
         """``residual + o(attention(norm(x)))``, f32 [tokens, hidden]."""
         qkv = project(x, [self.q, self.k, self.v], norm=norm)
-        return self.o(mixed(qkv, self._heads, self._layer, context), residual=residual)
+        return self.o(mixed(qkv, self._heads, self._layer, context, self.dropout.now), residual=residual)
 
 
 class Block(Layer):
@@ -56,7 +57,7 @@ class Block(Layer):
         self.dropout = Dropout(0.0)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
-        if self.dropout.training and self.dropout.rate:
+        if self.dropout.now:
             x = add(x, self.dropout(self.attn(x, self.attn_norm, None, context)))
             if self._sparse:
                 return add(x, self.dropout(self.moe.rows(x, None)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from oazoo.nn.dropout import Dropout
 from oazoo.nn.layers import Linear, project
 from oazoo.nn.module import Module
 from oazoo.runtime import Tensor
@@ -18,15 +19,19 @@ class MultiHeadAttention(Module):
         heads: number of heads.
         causal: a token sees itself and those before it; a mask that is given takes the place of this.
         bias: whether the four linear layers have one.
+        dropout: rate at which weights of keys are dropped while training.
     """
 
-    def __init__(self, width: int, heads: int, *, causal: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self, width: int, heads: int, *, causal: bool = True, bias: bool = True, dropout: float = 0.0
+    ) -> None:
         self.q = Linear(width, width, bias)
         self.k = Linear(width, width, bias)
         self.v = Linear(width, width, bias)
         self.o = Linear(width, width, bias)
         self.heads = heads
         self.causal = causal
+        self.dropout = Dropout(dropout)
 
     def __call__(
         self,
@@ -51,4 +56,6 @@ class MultiHeadAttention(Module):
         """
         qkv = project(x, [self.q, self.k, self.v])
         causal = self.causal and mask is None
-        return self.o(attend(qkv, batch, self.heads, causal=causal, mask=mask, keep=keep), residual=residual)
+        rate = self.dropout.now
+        mixed = attend(qkv, batch, self.heads, causal=causal, mask=mask, keep=keep, dropout=rate)
+        return self.o(mixed, residual=residual)

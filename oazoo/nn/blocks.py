@@ -33,7 +33,7 @@ class TransformerBlock(Module):
         heads: attention heads.
         eps: of the norms.
         causal: a token sees itself and those before it.
-        dropout: rate at which each sublayer's output is dropped while training.
+        dropout: rate at which each sublayer's output, and weights of keys, are dropped while training.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TransformerBlock(Module):
         dropout: float = 0.0,
     ) -> None:
         self.norm1 = LayerNorm(width, eps)
-        self.attn = MultiHeadAttention(width, heads, causal=causal)
+        self.attn = MultiHeadAttention(width, heads, causal=causal, dropout=dropout)
         self.norm2 = LayerNorm(width, eps)
         self.ffn = MLP(width, inner)
         self.dropout = Dropout(dropout)
@@ -56,7 +56,7 @@ class TransformerBlock(Module):
         self, x: Tensor, batch: int = 1, *, mask: Tensor | None = None, keep: Tensor | None = None
     ) -> Tensor:
         """f32 [batch · tokens, width] to the same; ``mask`` and ``keep`` as the attention takes them."""
-        if self.training and self.dropout.rate:
+        if self.dropout.now:
             x = add(x, self.dropout(self.attn(self.norm1(x), batch, mask=mask, keep=keep)))
             return add(x, self.dropout(self.ffn(self.norm2(x))))
         x = self.attn(self.norm1(x), batch, mask=mask, keep=keep, residual=x)

@@ -19,6 +19,11 @@ class Dropout(Module):
         self.rate = rate
         self.source = source
 
+    @property
+    def now(self) -> float:
+        """The rate where it trains, else 0."""
+        return self.rate if self.training else 0.0
+
     def __call__(self, x: Tensor) -> Tensor:
         """f32 of any shape to the same."""
-        return dropout(x, self.rate, self.source) if self.training else x
+        return dropout(x, self.now, self.source)

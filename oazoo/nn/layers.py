@@ -19,7 +19,12 @@ from oazoo.runtime.ops.arithmetic import fill, join_columns, reshaped, swap_axes
 from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.linear import gated, linear
+from oazoo.runtime.ops.low_rank import LowRank, corrected_linear
 from oazoo.runtime.ops.norm import layer_norm, rms_norm
+from oazoo.runtime.tape import taping
+
+#: Rows from which correcting the weights costs less than going through corrections with every row.
+_MANY_ROWS = 64
 
 
 def by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -36,6 +41,10 @@ class Adapter(Module):
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """What is added, f32 [tokens, out], for x, f32 [tokens, in]."""
+
+    def low_rank(self) -> LowRank | None:
+        """The same as a correction of the layer's weight, if it is one and x goes into it as it is."""
+        return None
 
 
 class Linear(Module):
@@ -113,6 +122,12 @@ def _adapted(
     gelu: bool,
 ) -> Tensor:
     x = x if norm is None else norm(x)
+    corrections = _corrections(layers)
+    learning = [t for c in corrections or [] if c is not None for t in (c.a, c.b)]
+    if corrections is not None and (x.shape[0] >= _MANY_ROWS or taping(x, *learning)):
+        y = corrected_linear(x, weights, biases, corrections)
+        y = activate(y, "gelu_tanh") if gelu else y
+        return y if residual is None else add(y, residual)
     parts = []
     for layer in layers:
         if layer.adapter is not None:
@@ -123,6 +138,20 @@ def _adapted(
     y = linear(x, weights, biases, residual=more)
     y = activate(y, "gelu_tanh") if gelu else y
     return y if residual is None else add(y, residual)
+
+
+def _corrections(layers: Sequence[Linear]) -> list[LowRank | None] | None:
+    """What stands beside each layer, as corrections of frozen weights that are whole; None if that is not what it is."""
+    found: list[LowRank | None] = []
+    for layer in layers:
+        own = layer.adapter if layer.adapter is None else layer.adapter.low_rank()
+        whole = len(layer.weight.shards) == 1 and not any(p.requires_grad for p in layer.weight.shards)
+        if not whole or (layer.adapter is not None and own is None):
+            return None
+        if layer.has_bias and layer.bias.tensor.requires_grad:
+            return None
+        found.append(own)
+    return found
 
 
 def activated_linear(x: Tensor, up: Linear, activation: str, norm: Norm | None = None) -> Tensor:

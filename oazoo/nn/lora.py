@@ -10,6 +10,7 @@ from oazoo.nn.module import Parameter
 from oazoo.runtime import Tensor
 from oazoo.runtime.ops.arithmetic import scaled
 from oazoo.runtime.ops.linear import linear
+from oazoo.runtime.ops.low_rank import LowRank
 
 
 class LoRA(Adapter):
@@ -55,3 +56,9 @@ class LoRA(Adapter):
         """f32 [tokens, in_features] to [tokens, out_features]."""
         low = linear(self.dropout(x), [self.a.tensor])
         return linear(scaled(low, self.scale), [self.b.tensor])
+
+    def low_rank(self) -> LowRank | None:
+        """The correction itself, unless inputs are dropped."""
+        if self.dropout.training and self.dropout.rate:
+            return None
+        return LowRank(self.a.tensor, self.b.tensor, self.scale)

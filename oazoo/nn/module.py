@@ -11,7 +11,7 @@ import numpy.typing as npt
 from oazoo.errors import DeviceError
 from oazoo.nn.initial import Initial, zeros
 from oazoo.runtime import Device, Tensor
-from oazoo.runtime.ops.elementwise import dequantize
+from oazoo.runtime.ops.elementwise import dequantize, narrow
 from oazoo.runtime.tensor import DTYPES
 
 Values = npt.NDArray[Any]
@@ -244,10 +244,10 @@ class Module:
         return self.train(False)
 
     def requires_grad_(self, wanted: bool = True) -> Self:
-        """Take gradients with respect to the f32 parameters, or to none; weights in other encodings stay as they are."""
+        """Take gradients with respect to the dense parameters, or to none; packed weights stay as they are."""
         for parameter in self.parameters():
             for shard in parameter.shards:
-                shard.requires_grad = wanted and shard.dtype == "f32"
+                shard.requires_grad = wanted and shard.dtype in DTYPES
         return self
 
     def freeze(self) -> Self:
@@ -255,9 +255,23 @@ class Module:
         return self.requires_grad_(False)
 
     def to_f32(self) -> Self:
-        """Decode every parameter to f32, on the device: what learns must be."""
+        """Decode every parameter to f32, on the device: packed weights do not learn."""
         for parameter in self.parameters():
             parameter.shards = tuple(s if s.dtype == "f32" else dequantize(s) for s in parameter.shards)
+        return self
+
+    def store_matrices(self, dtype: str) -> Self:
+        """Store dense weights of two axes as ``f32``, ``f16`` or ``bf16``, rounded to nearest; all others stay f32.
+
+        Their gradients are f32 all the same, and optimizers keep an f32 copy of what they update.
+        """
+        for parameter in self.parameters():
+            if len(parameter.shape) == 2 and dtype != "f32":
+                wide = [s if s.dtype == "f32" else dequantize(s) for s in parameter.shards]
+                narrowed = [narrow(s, dtype) for s in wide]
+                for new, old in zip(narrowed, parameter.shards, strict=True):
+                    new.requires_grad = old.requires_grad
+                parameter.shards = tuple(narrowed)
         return self
 
     def zero_grad(self) -> None:

@@ -101,6 +101,8 @@ class ProgressReport(Callback):
         seconds = sum(r.seconds for r in recent)
         loss = sum(r.loss for r in recent) / len(recent)
         label = f"loss {loss:.3f}{self._validation}"
+        if recent[-1].grad_norm is not None:
+            label += f", gradient {recent[-1].grad_norm:.2g}"
         if seconds > 0:
             tokens, samples = sum(r.tokens for r in recent), sum(r.samples for r in recent)
             label += f", {tokens / seconds:,.0f} tokens/s, {samples / seconds:,.1f} samples/s"

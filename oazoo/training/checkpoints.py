@@ -24,6 +24,7 @@ from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.strict_json import decode_utf8, load_object
+from oazoo.runtime.tensor import DTYPES
 from oazoo.training.records import TrainingError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RunFolder:
         model: what goes into every file.
         weights: the parameters by name, in order, as files have them.
         optimizer: the optimizer's section.
+        encodings: types of weights that the best model does not have as f32, by name. Checkpoints have all as f32.
         run: identifies the run in its checkpoints: JSON values that must be equal for it to go on (data, model, settings).
         keep: resumable checkpoints that are kept.
     """
@@ -65,12 +67,13 @@ class RunFolder:
         optimizer: Callable[[], OamOptimizer | None],
         run: Mapping[str, Any],
         keep: int = 2,
+        encodings: Mapping[str, str] | None = None,
     ) -> None:
         if keep < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {keep}")
         self.folder = Path(folder)
         self._model, self._weights, self._optimizer = model, weights, optimizer
-        self._run, self._keep = dict(run), keep
+        self._run, self._keep, self._encodings = dict(run), keep, dict(encodings or {})
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -130,7 +133,8 @@ class RunFolder:
             lower_is_better=True,
             metric_name="validation loss",
         )
-        entries = [OamEntry(name, values.shape, "f32") for name, values in weights.items()]
+        kept = self._encodings if best else {}
+        entries = [OamEntry(name, values.shape, kept.get(name, "f32")) for name, values in weights.items()]
         with OamWriter(
             path,
             config=self._model.config,
@@ -141,7 +145,7 @@ class RunFolder:
             overwrite=True,
         ) as writer:
             for name, values in weights.items():
-                writer.write(name, values)
+                writer.write(name, values.astype(DTYPES[kept.get(name, "f32")], copy=False))
         if not best:
             self._rotate()
         return str(path)

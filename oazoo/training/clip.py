@@ -27,7 +27,8 @@ def clip_grad_norm(parameters: Iterable[ParameterLike], max_norm: float) -> Tens
     """
     if not max_norm > 0:
         raise UsageError(f"max_norm must be positive, not {max_norm}")
-    slots = [Slot(p.tensor, p.tensor.grad) for p in named(parameters) if p.tensor.grad is not None]
+    found = [p.tensor.grad for p in named(parameters) if p.tensor.grad is not None]
+    slots = [Slot(gradient, gradient) for gradient in found]
     if not slots:
         raise UsageError("no parameter has a gradient to clip; go backward first")
     table = SlotTable(slots)

@@ -29,7 +29,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "epoch": "epoch",
     "loss_nats_per_token": "loss",
     "learning_rate": "lr",
-    "gradient_norm": "grad_norm",
+    "gradient_norm_nats_per_token": "grad_norm",
     "samples_rows": "samples",
     "tokens_targets": "tokens",
     "wall_seconds": "seconds",

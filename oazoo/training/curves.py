@@ -55,7 +55,7 @@ def draw_curves(log: Path | str, picture: Path | str, *, overwrite: bool = False
     at = steps["step"]
     if not len(at):
         raise UsageError(f"{log}: holds no steps yet, so there is nothing to draw")
-    norms = np.isfinite(steps["gradient_norm"]).any()
+    norms = np.isfinite(steps["gradient_norm_nats_per_token"]).any()
     figure = Figure(figsize=(9, 7 if norms else 5.5), dpi=100, layout="constrained")
     heights = [3, 1, 1] if norms else [3, 1]
     loss, *below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
@@ -74,7 +74,7 @@ def draw_curves(log: Path | str, picture: Path | str, *, overwrite: bool = False
     below[0].plot(at, steps["learning_rate"], color=_COLOUR, linewidth=1.2)
     below[0].set_ylabel("learning rate")
     if norms:
-        below[1].semilogy(at, steps["gradient_norm"], color=_COLOUR, linewidth=0.8)
+        below[1].semilogy(at, steps["gradient_norm_nats_per_token"], color=_COLOUR, linewidth=0.8)
         below[1].set_ylabel("gradient norm")
     for axes in (loss, *below):
         axes.grid(alpha=0.3)

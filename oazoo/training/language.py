@@ -71,6 +71,7 @@ class LanguageStepper:
             accumulation=accumulate,
             captured=captured,
             kept=2 * self.capacity,
+            norms=True,
         )
 
     def run(self, batches: Sequence[Batch]) -> None:
@@ -85,8 +86,8 @@ class LanguageStepper:
             self.step(batch.inputs, batch.targets, weights, weight=max(float(batch.tokens), 1e-6))
 
     def drain(self) -> list[tuple[float, float | None]]:
-        """The losses of the steps since the last call, nats a token; waits for the device."""
-        return [(float(loss), None) for loss in self.step.losses()]
+        """(loss, norm of its gradient before clipping) of the steps since the last call, nats a token; waits."""
+        return [(float(loss), float(norm)) for loss, norm in self.step.figures()]
 
     def set_lr(self, lr: float) -> None:
         """Of the steps from now on."""

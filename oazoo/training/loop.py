@@ -86,7 +86,7 @@ class Checkpoints(Protocol):
 
 @dataclass
 class State:
-    """How far a run has come: steps done, tokens and samples learned from, the best validation."""
+    """How far a run has come: steps done, tokens and samples learned from, the best validation, seconds since it began."""
 
     step: int = 0
     tokens: int = 0
@@ -94,6 +94,7 @@ class State:
     best_loss: float | None = None
     best_step: int | None = None
     validated: int = 0
+    seconds: float = 0.0
 
 
 class Trainer:
@@ -109,6 +110,10 @@ class Trainer:
         callbacks: told of what happens, in order.
         control: how others steer the run.
         read_every: steps whose losses are read together, at most; bounded by what the stepper keeps.
+        read_seconds: when so much time has passed they are read, however few they are: slow steps are told of one by one.
+        limit: seconds that the run may take, from the start of :meth:`fit` and before a resumption; validations and
+            checkpoints count, pauses do not. The schedule and what is done every so many steps then follow the share of the
+            time that has passed, where that is ahead of the share of the steps.
     """
 
     def __init__(
@@ -125,6 +130,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         control: TrainingControl | None = None,
         read_every: int = 16,
+        read_seconds: float = 2.0,
+        limit: float | None = None,
     ) -> None:
         for name, value in (
             ("steps", steps),
@@ -141,19 +148,35 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.control = control or TrainingControl()
         self.state = State()
+        self.limit = limit
         #: What the run is doing: "idle", "training", "validating", "saving", "paused", "ended".
         self.phase = "idle"
-        self._read_every = min(read_every, stepper.capacity)
+        self._read_every, self._read_seconds = min(read_every, stepper.capacity), read_seconds
+        #: Whether a step takes so long that each is waited for: queued ahead, they would be told of, and given rates, too
+        #: late. With a limit the first one is, too, which says how long a step takes.
+        self._slow = limit is not None
         self._waiting: list[tuple[StepRecord, str]] = []
         self._clock = 0.0
         self._tally = Tally()
         self._ended = ""
         self._lr: float | None = None
+        self._began = time.perf_counter()
+        self._before = 0.0
+        self._validation_seconds = 0.0
+        self._paused = 0.0
+
+    @property
+    def place(self) -> int:
+        """Where the run is in its schedule: at the steps done, or further on where the time that may be used is."""
+        step = self.state.step
+        if self.limit is None:
+            return step
+        return min(self.steps, max(step, int(self.steps * self.state.seconds / self.limit)))
 
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        return self.schedule(self.state.step) if self._lr is None else self._lr
+        return self.schedule(self.place) if self._lr is None else self._lr
 
     def end(self, why: str) -> None:
         """End the run before its next step; called by callbacks."""
@@ -169,15 +192,19 @@ class Trainer:
             OazooError: as data, device and files have it.
         """
         try:
+            self._began, self._before = time.perf_counter(), self.state.seconds
             self._tell("on_start")
             self._start_clock()
             while self._goes_on():
+                before = self.place
                 self._step()
-                step = self.state.step
-                if step < self.steps and _due(step, self.validate_every):
+                self._look_at_clock()
+                after = self.place
+                if after < self.steps and _due(before, after, self.validate_every):
                     self._validate()
-                if step < self.steps and _due(step, self.checkpoint_every):
+                if after < self.steps and _due(before, after, self.checkpoint_every):
                     self._save()
+                self._look_at_clock()
             self._read()
             if self.validate is not None and self.state.validated < self.state.step:
                 self._validate()
@@ -191,6 +218,16 @@ class Trainer:
             raise
         finally:
             self.phase = "ended"
+
+    def _look_at_clock(self) -> None:
+        """Note how long the run has taken; end it while what comes after the last step still fits."""
+        state = self.state
+        state.seconds = self._before + time.perf_counter() - self._began
+        if self.limit is not None:
+            spent = self._tally.seconds
+            step = sum(spent) / max(1, len(spent))
+            if state.seconds + step + self._validation_seconds > self.limit:
+                self.end("out of time")
 
     # ------------------------------------------------------------------------------------------------ the steps
 
@@ -212,7 +249,8 @@ class Trainer:
         state.tokens += tokens
         state.samples += samples
         self._waiting.append((StepRecord(state.step, epoch, 0.0, lr, None, samples, tokens, 0.0), where))
-        if len(self._waiting) >= self._read_every:
+        late = time.perf_counter() - self._clock > self._read_seconds
+        if late or self._slow or len(self._waiting) >= self._read_every:
             self._read()
 
     def _read(self) -> None:
@@ -223,6 +261,7 @@ class Trainer:
         now = time.perf_counter()
         each = (now - self._clock) / len(self._waiting)
         self._clock = now
+        self._slow = each > self._read_seconds
         waiting, self._waiting = self._waiting, []
         records = []
         failure: TrainingError | None = None
@@ -267,7 +306,7 @@ class Trainer:
         observe = getattr(self.schedule, "observe", None)
         if observe is not None:
             observe(loss)
-        seconds = time.perf_counter() - start
+        seconds = self._validation_seconds = time.perf_counter() - start
         self._tell("on_validation", ValidationRecord(state.step, loss, tokens, seconds, best))
         if best and self.checkpoints is not None:
             self._tell("on_checkpoint", self.checkpoints.save(self, best=True))
@@ -305,6 +344,9 @@ class Trainer:
     def _held(self, paused: bool) -> None:
         self.phase = "paused" if paused else "training"
         self._tell("on_pause", paused)
+        # A pause takes none of the time that the run may take.
+        self._paused = time.perf_counter() if paused else self._paused
+        self._began += 0.0 if paused else time.perf_counter() - self._paused
         self._start_clock()
 
     def _start_clock(self) -> None:
@@ -353,5 +395,5 @@ class Trainer:
             ) from error
 
 
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def _due(before: int, after: int, every: int | None) -> bool:
+    return every is not None and after // every > before // every

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from oazoo.errors import UsageError
 from oazoo.runtime import Tensor
 from oazoo.runtime.ops import optimizer as ops
-from oazoo.training.parameters import Named, Parameters, check_distinct, named
+from oazoo.runtime.ops.elementwise import dequantize, narrow
+from oazoo.training.parameters import NARROW, Named, Parameters, check_distinct, named
 
 Compat = Literal["oa"] | None
 
@@ -41,8 +42,10 @@ class Optimizer:
         options: settings of every group that has none of its own.
         compat: ``"oa"`` for the definitions of OA 0.8.6.
 
+    Parameters stored as f16 or bf16 are updated in f32: a copy of theirs is kept, and what it becomes is rounded to nearest.
+
     Raises:
-        UsageError: no parameter learns, one comes twice, is not f32, or a setting is unknown or out of range.
+        UsageError: no parameter learns, one comes twice or is packed, or a setting is unknown or out of range.
     """
 
     #: As the Optimizer section of an `.oam` file says it.
@@ -92,6 +95,9 @@ class Optimizer:
             for parameter in group.parameters
         }
 
+        #: f32 copies of parameters that are stored narrower, by name.
+        self._masters = {p.name: dequantize(p.tensor) for p in self.parameters if p.tensor.dtype in NARROW}
+
     @property
     def parameters(self) -> list[Named]:
         """All parameters that learn, in order."""
@@ -99,8 +105,9 @@ class Optimizer:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of moments, settings and the count."""
-        kept = (tensor.nbytes for moments in self._state.values() for tensor in moments.values())
+        """Device memory of moments, copies in f32, settings and the count."""
+        kept = [tensor.nbytes for moments in self._state.values() for tensor in moments.values()]
+        kept += [tensor.nbytes for tensor in self._masters.values()]
         return sum(kept) + sum(group.settings.nbytes for group in self.groups) + self._steps.nbytes
 
     @property
@@ -123,12 +130,32 @@ class Optimizer:
         ops.advance(self._steps)
         for group in self.groups:
             slots = [
-                ops.Slot(p.tensor, p.tensor.grad, self._state[p.name].get("m"), self._state[p.name].get("v"))
+                ops.Slot(
+                    self.master(p), p.tensor.grad, self._state[p.name].get("m"), self._state[p.name].get("v")
+                )
                 for p in group.parameters
                 if p.tensor.grad is not None
             ]
             if slots:
                 self._update(group, slots, factor, ops.CLEAR if clear else 0)
+            for p in group.parameters:
+                if p.name in self._masters and p.tensor.grad is not None:
+                    narrow(self._masters[p.name], out=p.tensor)
+
+    def master(self, parameter: Named) -> Tensor:
+        """The f32 values that updates go to: the parameter itself, or the copy kept for one that is stored narrower."""
+        return self._masters.get(parameter.name, parameter.tensor)
+
+    def masters(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The values of these copies by the parameters' names; waits for the device."""
+        return {name: tensor.numpy() for name, tensor in self._masters.items()}
+
+    def load_masters(self, values: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Take up what :meth:`masters` gave; the parameters become what that rounds to."""
+        for p in self.parameters:
+            if p.name in self._masters:
+                self._masters[p.name].write(values[p.name])
+                narrow(self._masters[p.name], out=p.tensor)
 
     def zero_grad(self) -> None:
         """Forget all gradients; the next way back begins with new ones."""
@@ -161,7 +188,7 @@ class Optimizer:
                 chosen.settings.write(after)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to continue: settings as plain values, moments as float32 arrays by parameter."""
+        """Settings as plain values, moments as float32 arrays by parameter; with :meth:`masters` all that a run needs."""
         return {
             "kind": type(self).__name__,
             "compat": self.compat,

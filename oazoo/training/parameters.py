@@ -9,6 +9,9 @@ from typing import Any, Protocol, TypeAlias
 from oazoo.errors import UsageError
 from oazoo.runtime import Tensor
 
+#: Types that learn through a copy in f32.
+NARROW = ("f16", "bf16")
+
 
 class HasTensor(Protocol):
     """What holds a parameter's values, as :class:`oazoo.nn.Parameter` does."""
@@ -35,7 +38,7 @@ def named(parameters: Iterable[ParameterLike], start: int = 0) -> list[Named]:
     """The parameters that learn (``requires_grad``), in order; those without a name are called ``p0``, ``p1`` …
 
     Raises:
-        UsageError: something that is no parameter, is not f32, or comes twice.
+        UsageError: something that is no parameter, or is packed.
     """
     found: list[Named] = []
     for index, given in enumerate(parameters, start):
@@ -47,8 +50,10 @@ def named(parameters: Iterable[ParameterLike], start: int = 0) -> list[Named]:
             )
         if not tensor.requires_grad:
             continue
-        if tensor.dtype != "f32":
-            raise UsageError(f"{name}: a parameter that learns must be f32, not {tensor.dtype}; freeze it")
+        if tensor.dtype not in ("f32", *NARROW):
+            raise UsageError(
+                f"{name}: a parameter that learns must be f32, f16 or bf16, not {tensor.dtype}; freeze it"
+            )
         found.append(Named(name, tensor))
     return found
 

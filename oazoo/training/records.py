@@ -24,7 +24,7 @@ class StepRecord:
         epoch: the pass over the data that its batch is of, from 0.
         loss: mean loss of its target tokens before the update, nats a token.
         lr: the learning rate it used.
-        grad_norm: length of the whole gradient before clipping; None if that was not computed.
+        grad_norm: length of the whole gradient of that loss before clipping; None if that was not computed.
         samples, tokens: rows of the batch, and tokens that count in its loss.
         seconds: wall time; losses are read several steps at a time, which then share it evenly.
     """
@@ -57,7 +57,7 @@ class Summary:
     Attributes:
         steps, tokens, samples: of this run, without what came before a resumption.
         seconds: spent in steps; validation and checkpoints are not counted.
-        ended: why: "finished", "stopped", "early stop".
+        ended: why: "finished", "stopped", "early stop", "out of time".
         step_p50, step_p95: wall time of a step.
         device_p50, device_p95: time of a step by the device's own clock, one step for every reading of losses; None where
             the device has no such clock.

@@ -41,6 +41,7 @@ class TrainingStep:
         accumulation: calls that make one step.
         captured: False runs every step anew, slowly, for comparison.
         kept: losses that fit on the device before the host must look.
+        norms: measure the norm of every step's gradient, also where nothing needs it.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class TrainingStep:
         accumulation: int = 1,
         captured: bool = True,
         kept: int = 1024,
+        norms: bool = False,
     ) -> None:
         if accumulation < 1 or kept < 2:
             raise UsageError("a step takes at least one call, and keeps at least two losses")
         if clip is not None and not clip > 0:
             raise UsageError(f"clip must be positive, or None, not {clip}")
         self.optimizer, self.accumulation, self.clip = optimizer, accumulation, clip
-        self._forward, self._captured = forward, captured
+        self._forward, self._captured, self._norms = forward, captured, norms
         self._device: Device = optimizer.parameters[0].tensor.device
         self._inputs: list[Tensor] = []
         self._programs: dict[str, Program] = {}
@@ -113,6 +115,13 @@ class TrainingStep:
 
     def losses(self, *, wait: bool = True) -> npt.NDArray[np.float32]:
         """The losses, one a step, since the last call; without ``wait`` those of the steps that are done by now."""
+        return self.figures(wait=wait)[:, 0]
+
+    def figures(self, *, wait: bool = True) -> npt.NDArray[np.float32]:
+        """Losses, and norms of the gradients before clipping, f32 [steps, 2], since the last call of this or :meth:`losses`.
+
+        Norms are NaN where they are not measured: without clipping, accumulation and ``norms``.
+        """
         return self._log.read(wait=wait)
 
     def seconds(self) -> float | None:
@@ -197,9 +206,10 @@ class TrainingStep:
         with GradientTape() as tape:
             loss = self._forward(*self._inputs)
         tape.backward(loss)
-        factor = None if self.clip is None else ops.gradient_factor(self._table(), self.clip)
-        self.optimizer.step(factor)
-        self._log.note(loss)
+        measured = self.clip is not None or self._norms
+        factor = ops.gradient_factor(self._table(), self.clip) if measured else None
+        self.optimizer.step(factor if self.clip is not None else None)
+        self._log.note(loss, factor=factor)
         self._forget()
 
     def _prepare(self, *, measured: bool = False) -> None:
@@ -220,9 +230,10 @@ class TrainingStep:
         ops.gather_loss(loss, self._weight, self._sums)
 
     def _end(self) -> None:
-        self.optimizer.step(ops.gradient_factor(self._table(), self.clip, self._sums.rows(1, 2)), clear=True)
-        self._log.note(None, self._sums)
+        factor = ops.gradient_factor(self._table(), self.clip, self._sums.rows(1, 2))
+        self.optimizer.step(factor, clear=True)
+        self._log.note(None, self._sums, factor)
 
     def _table(self) -> ops.SlotTable:
-        found = [p.tensor for p in self.optimizer.parameters if p.tensor.grad is not None]
-        return ops.SlotTable([ops.Slot(t, t.grad) for t in found if t.grad is not None])
+        found = [p.tensor.grad for p in self.optimizer.parameters if p.tensor.grad is not None]
+        return ops.SlotTable([ops.Slot(gradient, gradient) for gradient in found])

@@ -42,6 +42,8 @@ _PIECE = 4 << 20
 DENSE = ("f32", "f16", "bf16")
 #: What merged weights may be stored as: as before, or one of the dense types.
 TYPES = ("keep", *DENSE)
+#: How merged weights are packed again.
+METHODS = ("search", "absmax")
 #: Values that are in memory at a time.
 _STEP = 4 << 20
 
@@ -191,6 +193,7 @@ def merge(
     output: str | Path | None,
     *,
     dtype: str = "keep",
+    method: str = "search",
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -198,24 +201,28 @@ def merge(
     """Add a LoRA adapter to the weights of an `.oam` file: W becomes W + scale · B · A, computed in float32.
 
     A dense weight is stored in its own type again, rounded to nearest. A Q4 or Q8 weight is decoded, added to, and packed
-    again by the format's own rule (the scale of a block from its largest magnitude); that rounds anew, and the report says
-    how much of what was added it has lost.
+    again; that rounds anew, and the report says how much of what was added it has lost.
 
     Args:
         source: the model.
         adapter: a PEFT folder, a SafeTensors file that holds its config, or a GGUF file for llama.cpp.
         output: the file to write; may be None for a dry run.
         dtype: what weights with an adapter become: ``keep``, ``f32``, ``f16`` or ``bf16``.
+        method: how weights are packed again (:func:`oazoo.runtime.ops.pack.pack`): ``search`` on the device, or ``absmax``,
+            which needs none.
         overwrite: replace an existing output.
         dry_run: check everything, write nothing.
         progress: called with how far the work has come.
 
     Raises:
-        UsageError: an unknown type, an output that exists, no such adapter.
+        UsageError: an unknown type or method, an output that exists, no such adapter.
+        DeviceError: weights are to be packed by search, and there is no device.
         FormatError: model or adapter are damaged or do not belong together, or a sum does not fit its type.
     """
     if dtype not in TYPES:
         raise UsageError(f"unknown type {dtype[:32]!r}; there are {', '.join(TYPES)}")
+    if method not in METHODS:
+        raise UsageError(f"unknown method {method[:32]!r}; there are {', '.join(METHODS)}")
     start = time.perf_counter()
     with open_file(source) as opened:
         if not isinstance(opened, OamSource):
@@ -235,7 +242,7 @@ def merge(
             check_output(output, overwrite=overwrite)
         elif not dry_run:
             raise UsageError("say where to write: only a dry run needs no output")
-        work = _Merge(opened, pairs, dtype, progress)
+        work = _Merge(opened, pairs, dtype, method, progress)
         report = MergeReport(
             str(source), str(adapter), str(output or ""), work.planned(), tuple(base_warnings(found, opened))
         )
@@ -274,9 +281,14 @@ def _payload(
 
 class _Merge:
     def __init__(
-        self, source: OamSource, pairs: Mapping[str, LoraPair], dtype: str, progress: Progress | None
+        self,
+        source: OamSource,
+        pairs: Mapping[str, LoraPair],
+        dtype: str,
+        method: str,
+        progress: Progress | None,
     ) -> None:
-        self.source, self.dtype = source, dtype
+        self.source, self.dtype, self._method = source, dtype, method
         self.pairs = {f"{layer}.weight": pair for layer, pair in pairs.items()}
         self.done: list[MergedTensor] = []
         self._progress: Callable[[str, int, int | None], None] | None = progress
@@ -320,7 +332,7 @@ class _Merge:
         else:
             scales = []
             for piece in pieces:
-                codes, scale = quant.encode(piece, kind)
+                codes, scale = self._packed(piece, kind)
                 stored = np.concatenate([codes, scale.view(np.uint8)])
                 sums.lost += _square(quant.decode(stored, kind, piece.size) - np.ravel(piece))
                 scales.append(scale)
@@ -328,6 +340,18 @@ class _Merge:
             yield from scales
         change, rounding = sums.ratios()
         self.done.append(MergedTensor(name, tensor.info.encoding, kind, pair.rank, change, rounding))
+
+    def _packed(
+        self, values: npt.NDArray[Any], kind: str
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
+        """Codes and scales of whole blocks."""
+        if self._method == "absmax":
+            return quant.encode(values, kind)
+        from oazoo.runtime import Tensor, get_device
+        from oazoo.runtime.ops.pack import pack
+
+        codes, scales = pack(Tensor.from_numpy(get_device(), values), kind, self._method).planes()
+        return codes.numpy().reshape(-1).view(np.uint8), scales.numpy()
 
     def _pieces(
         self, tensor: SourceTensor, pair: LoraPair, kind: str, sums: _Sums

@@ -213,7 +213,8 @@ class Run:
             folder = RunFolder(
                 output,
                 model=subject.file,
-                weights=subject.weights,
+                weights=lambda: subject.weights() | optimizer.masters(),
+                encodings=subject.encodings(),
                 optimizer=lambda: to_section(optimizer),
                 run=self._run,
             )
@@ -230,6 +231,7 @@ class Run:
             checkpoint_every=settings.checkpoint_every or every,
             callbacks=[*log, *_early(settings), *callbacks],
             control=control,
+            limit=None if settings.minutes is None else 60 * settings.minutes,
         )
         if resume:
             if output is None:
@@ -238,6 +240,7 @@ class Run:
             if found is None:
                 raise UsageError(f"{output}: holds no checkpoint to go on from")
             subject.load(found.weights)
+            optimizer.load_masters(found.weights)
             if found.optimizer is not None:
                 groups = [{"params": [p.name for p in g.parameters], **g.options} for g in optimizer.groups]
                 from_section(optimizer, found.optimizer, groups)
@@ -294,6 +297,7 @@ class Run:
 
 #: Settings of a run that may differ when it goes on; a step may be divided into batches in another way.
 _MAY_CHANGE = (
+    "minutes",
     "validate_every",
     "checkpoint_every",
     "patience",

@@ -15,6 +15,7 @@ from oazoo.training.schedules import Constant, OneCycle, ReduceOnPlateau, Schedu
 
 OPTIMIZERS = ("adamw", "adam", "muon", "sgd")
 SCHEDULES = ("cosine", "constant", "one-cycle", "plateau")
+DTYPES = ("f32", "bf16", "f16")
 #: Learning rates to begin with.
 _RATES = {"adamw": 3e-3, "adam": 3e-3, "muon": 2e-2, "sgd": 1e-1}
 _ADAPTER_RATES = {"adamw": 1e-3, "adam": 1e-3, "muon": 5e-3, "sgd": 1e-1}
@@ -38,6 +39,7 @@ class TrainSettings:
     Attributes:
         steps: of the optimizer; None for as many as ``epochs`` take.
         epochs: passes over the data.
+        minutes: the run ends earlier when it has taken so long; the schedule follows the time then. None for no limit.
         batch_size: rows of a batch; ``accumulate`` batches make a step.
         auto_batch: divide a step of ``batch_size · accumulate`` rows into batches as large as free memory allows.
         checkpointing: keep nothing inside layers on the way forward and compute it again: less memory, a third more time.
@@ -52,6 +54,7 @@ class TrainSettings:
         weight_decay: of matrices; vectors have none.
         clip: largest norm of the gradient; 0 for none.
         dropout: share of activations that are dropped.
+        dtype: how matrices that learn are stored; ``f16`` and ``bf16`` are updated in f32.
         validation: share of the data held back; 0 for none.
         validate_every, checkpoint_every: steps; None for about ten times in a run.
         patience: validations without improvement before the run ends; None for no such end.
@@ -61,6 +64,7 @@ class TrainSettings:
 
     steps: int | None = None
     epochs: float = 1.0
+    minutes: float | None = None
     batch_size: int = 16
     accumulate: int = 1
     auto_batch: bool = False
@@ -75,6 +79,7 @@ class TrainSettings:
     weight_decay: float = 0.1
     clip: float = 1.0
     dropout: float = 0.0
+    dtype: str = "f32"
     validation: float = 0.05
     validate_every: int | None = None
     checkpoint_every: int | None = None
@@ -102,12 +107,16 @@ class TrainSettings:
         ):
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} must be from {low:g} to {high:g}, not {getattr(self, name)}")
+        if self.minutes is not None and not 0 < self.minutes <= 1e6:
+            raise UsageError(f"a run cannot take {self.minutes} minutes")
         if self.lr is not None and not 0 < self.lr < 1e3:
             raise UsageError(f"a learning rate of {self.lr} cannot be meant")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"unknown optimizer {self.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
         if self.compat not in (None, "oa"):
             raise UsageError(f"compat is 'oa' or None, not {self.compat!r}")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"matrices cannot be stored as {self.dtype!r}; there are {', '.join(DTYPES)}")
         if self.special not in get_args(Special):
             raise UsageError(f"unknown way {self.special!r}; there are {', '.join(get_args(Special))}")
         if self.schedule not in SCHEDULES:

@@ -64,6 +64,11 @@ class Subject:
             for part, parameter in (("lora_a", adapter.a), ("lora_b", adapter.b))
         ]
 
+    def encodings(self) -> dict[str, str]:
+        """How parameters are stored that are not f32, by name."""
+        found = {name: tensor.dtype for name, tensor in self.learning()}
+        return {name: dtype for name, dtype in found.items() if dtype != "f32"}
+
     def weights(self) -> dict[str, Floats]:
         """Their values, as files have them."""
         if self.adapters is None:
@@ -87,7 +92,7 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     vocabulary = learn_vocabulary(chosen.vocabulary, files, chosen.vocab_size)
     config = chosen.config(vocabulary.size, context)
     model = build(config, device)
-    model.initialize(device, settings.seed)
+    model.initialize(device, settings.seed).store_matrices(settings.dtype)
     _set_dropout(model, settings.dropout, name)
     document = {
         "oazoo": 1,
@@ -165,6 +170,10 @@ def imported_model(
     )
     if lora is not None and settings.dropout:
         raise UsageError("the frozen model keeps no dropout; that of the corrections is --lora-dropout")
+    if lora is not None and settings.dtype != "f32":
+        raise UsageError(
+            "corrections are stored as f32, and the frozen weights stay as they are: leave --dtype out"
+        )
     if lora is None:
         if packed:
             raise UsageError(
@@ -172,7 +181,7 @@ def imported_model(
                 "corrections beside them (--lora 8), or unpack the model first: "
                 f"oazoo quantize {path.name} --to f32 -o OUT.oam"
             )
-        model.to_f32().requires_grad_()
+        model.to_f32().store_matrices(settings.dtype).requires_grad_()
         _set_dropout(model, settings.dropout, loaded.name)
         return subject
     subject.map = _published(config, declared)

@@ -37,12 +37,17 @@ def dropout(x: Tensor, rate: float, source: Generator | None = None) -> Tensor:
             {"y": y},
             count=x.numel,
             columns=groups[0],
-            below=min(round(rate * 2**32), 2**32 - 1),
+            below=words_below(rate),
             scale=1 / (1 - rate),
         )
         return y
 
     return taped(run(x), (x,), lambda dy, want: (run(dy),))
+
+
+def words_below(rate: float) -> int:
+    """Of the 2^32 random words, those below it are the share ``rate``."""
+    return min(round(rate * 2**32), 2**32 - 1)
 
 
 def random_bits(source: Generator, shape: Sequence[int]) -> Tensor:

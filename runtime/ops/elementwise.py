@@ -30,6 +30,24 @@ def dequantize(x: Tensor) -> Tensor:
     return y
 
 
+def narrow(x: Tensor, dtype: str = "bf16", *, out: Tensor | None = None) -> Tensor:
+    """The values of an f32 tensor as ``f16`` or ``bf16``, rounded to nearest, ties to even; too large ones are infinite.
+
+    ``out`` is a tensor of that type and shape to write into; its own type counts then.
+    """
+    no_gradient("narrow", x)
+    dtype = dtype if out is None else out.dtype
+    require(dtype in ("f16", "bf16"), "narrow", f"values can become f16 or bf16, not {dtype}")
+    require_dense(x, "narrow", "x", "f32", *x.shape)
+    y = Tensor.empty(x.device, x.shape, dtype) if out is None else out
+    require_dense(y, "narrow", "out", dtype, *x.shape)
+    groups = grid(-(-x.numel // 128))
+    if x.numel:
+        kernel = x.device.kernel(f"narrow_{dtype}")
+        kernel.dispatch(groups, {"x": x}, {"y": y}, count=x.numel, columns=groups[0])
+    return y
+
+
 def argmax(x: Tensor) -> Tensor:
     """Index of the largest value of each row; the first among equals; NaN is never the largest.
 

@@ -24,7 +24,7 @@ from oazoo.runtime.ops.product import input_gradient, layer_gradients, weight_gr
 from oazoo.runtime.ops.routing import Groups
 from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
-from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
+from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS, MANY_EIGHTS
 
 #: Encodings that weights may have, and the alignment that kernels load them with.
 ENCODINGS = ("f32", "f16", "bf16", "q8", "q4")
@@ -391,7 +391,9 @@ def _run_wide(
     # Without what follows a bias, and with sizes in eights, results are stored by a kernel that does little besides.
     simple = not both and residual is None and not flags & _GELU and all(n % 8 == 0 for n in outputs)
     simple = simple and y.shape[1] % 2 == 0 and column % 2 == 0 and y.address % 8 == 0
-    kernel = device.kernel("linear_wide_plain" if simple else f"{form}_wide")
+    many = simple and rows >= _LANES_ROWS * MANY_EIGHTS
+    kernel = device.kernel("linear_wide_many" if many else "linear_wide_plain" if simple else f"{form}_wide")
+    row_groups = -(-rows // (_LANES_ROWS * (MANY_EIGHTS if many else 1)))
     for start in range(0, total, share):
         stop = min(start + share, total)
         at = 0
@@ -410,7 +412,7 @@ def _run_wide(
             at += w.shape[0]
         columns = room if stop - start == share else -(-(stop - start) // 8) * 8 * (1 + both)
         kernel.dispatch(
-            (-(-rows // _LANES_ROWS), -(-columns // TURNED_COLUMNS), 1),
+            (row_groups, -(-columns // _TURNED_COLUMNS), 1),
             {"x": x, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
             {"y": y},
             work=rows * inputs * columns,

@@ -211,21 +211,33 @@ def orthogonalize(
     return found
 
 
-def note_loss(loss: Tensor, place: Tensor, ring: Tensor) -> None:
-    """Keep the loss of a step, f32 [1], in the ring, f32 [size], where ``place``, u32 [1], says; that then counts on."""
-    _note(0, {"loss": loss, "weight": None, "sums": None}, {"place": place, "ring": ring}, ring.numel)
+def note_loss(loss: Tensor, place: Tensor, ring: Tensor, factor: Tensor | None = None) -> None:
+    """Keep the loss of a step, f32 [1], in the ring where ``place``, u32 [1], says; that then counts on.
+
+    Args:
+        ring: f32 [size, 2], a loss and the norm of its gradient each.
+        factor: what :func:`gradient_factor` gave for the step; without it the norm is NaN.
+    """
+    _note(0, {"loss": loss, "weight": None, "sums": None, "factor": factor}, {"place": place, "ring": ring})
 
 
 def gather_loss(loss: Tensor, weight: Tensor, sums: Tensor) -> None:
     """Add the loss of a part of a batch, f32 [1], times its weight, f32 [1], and the weight itself, to ``sums``, f32 [2]."""
-    _note(1, {"loss": loss, "weight": weight, "place": None, "ring": None}, {"sums": sums}, 1)
+    reads = {"loss": loss, "weight": weight, "place": None, "ring": None, "factor": None}
+    _note(1, reads, {"sums": sums})
 
 
-def note_gathered(sums: Tensor, place: Tensor, ring: Tensor) -> None:
+def note_gathered(sums: Tensor, place: Tensor, ring: Tensor, factor: Tensor | None = None) -> None:
     """Keep the mean of what was gathered as :func:`note_loss` does, and begin anew."""
-    _note(2, {"loss": None, "weight": None}, {"place": place, "ring": ring, "sums": sums}, ring.numel)
+    writes = {"place": place, "ring": ring, "sums": sums}
+    _note(2, {"loss": None, "weight": None, "factor": factor}, writes)
 
 
-def _note(mode: int, reads: dict[str, Tensor | None], writes: dict[str, Tensor], size: int) -> None:
+def _note(mode: int, reads: dict[str, Tensor | None], writes: dict[str, Tensor]) -> None:
+    size = 1
+    if "ring" in writes:
+        require_dense(writes["ring"], "note", "ring", "f32", -1, 2)
+        size = writes["ring"].shape[0]
     device = next(iter(writes.values())).device
-    device.kernel("note").dispatch((1, 1, 1), reads, writes, size=size, mode=mode)
+    normed = int(reads["factor"] is not None)
+    device.kernel("note").dispatch((1, 1, 1), reads, writes, size=size, normed=normed, mode=mode)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from oazoo.runtime.ops.common import MAX_GROUPS, eight_lanes, require, require_dense
+from oazoo.runtime.ops.dropout import words_below
+from oazoo.runtime.random import generator
 from oazoo.runtime.tape import taped
 from oazoo.runtime.tensor import Tensor
 from oazoo.shaders.kernels import TRAIN_HEAD_DIMS
@@ -23,6 +25,7 @@ def attend(
     softcap: float | None = None,
     mask: Tensor | None = None,
     keep: Tensor | None = None,
+    dropout: float = 0.0,
     variant: str | None = None,
 ) -> Tensor:
     """``softmax(q kᵀ · scale + mask) v`` for every head of every sequence (arXiv:1706.03762), without storing the scores.
@@ -38,6 +41,8 @@ def attend(
         softcap: scores become ``cap tanh(score / cap)``.
         mask: f32 [batch · heads · tokens, tokens], added to the scaled scores.
         keep: f32 [batch, tokens]; keys with 0 are seen by nobody. A query that sees nothing gives zeros.
+        dropout: rate at which weights of keys are dropped after the softmax; those that stay are divided by ``1 - dropout``.
+            Drawn from the device's own stream.
         variant: ``lanes`` (8-lane CPU devices, some head widths) or ``group``; the best that fits if None.
 
     Returns:
@@ -56,6 +61,7 @@ def attend(
         dims * (heads + 2 * kv_heads) == width and 0 < dims <= MAX_HEAD_DIM, op, f"rows of {width} do not fit"
     )
     require(window is None or (window > 0 and causal), op, "a window is positive, and for causal attention")
+    require(0 <= dropout < 1, op, f"the rate {dropout} must be at least 0 and less than 1")
     if mask is not None:
         require_dense(mask, op, "mask", "f32", batch * heads * tokens, tokens)
     if keep is not None:
@@ -67,11 +73,12 @@ def attend(
     require(max(tokens, heads, batch) <= MAX_GROUPS, op, "too many tokens, heads or sequences for one run")
     device = qkv.device
     flags = causal * _CAUSAL + (mask is not None) * _MASKED + (keep is not None) * _HIDDEN
+    draw = generator(device).draw() if dropout else None
     y, lse = Tensor.empty(device, (rows, heads * dims)), Tensor.empty(device, (rows, heads))
 
     def run(part: str, over: int, reads: dict[str, Tensor | None], writes: dict[str, Tensor]) -> None:
         name = f"attend_{part}_{variant}" + (f"_{dims}" if variant == "lanes" else "")
-        everything: dict[str, Tensor | None] = {"qkv": qkv, "mask": mask, "keep": keep, **reads}
+        everything: dict[str, Tensor | None] = {"qkv": qkv, "mask": mask, "keep": keep, "draw": draw, **reads}
         rest = {"y", "lse", "dy", "delta", "dqkv"} - {*reads, *writes}
         device.kernel(name).dispatch(
             (-(-tokens // 8) if variant == "lanes" else tokens, over, batch),
@@ -87,6 +94,8 @@ def attend(
             flags=flags,
             scale=dims**-0.5 if scale is None else scale,
             softcap=softcap or 0.0,
+            below=words_below(dropout),
+            kept=1 / (1 - dropout),
         )
 
     run("forward", heads, {}, {"y": y, "lse": lse})

@@ -18,12 +18,14 @@ from reference_models import logits as numpy_logits
 import oazoo
 from oazoo.formats.oam import OamSource
 from oazoo.translators.assets import PROBE, load_tokenizer
+from oazoo.zoo.adapters import bound_adapter, merge, write_pairs
 
 pytestmark = pytest.mark.interop
 llama_cpp: Any = pytest.importorskip(
     "cyllama.llama.llama_cpp", reason="needs the packages of tests/interop/requirements.txt"
 )
 REFERENCE = np.load(Path(__file__).resolve().parent.parent / "data" / "smollm2" / "reference.npz")
+LORA = Path(__file__).resolve().parent.parent / "data" / "lora"
 #: llama.cpp keeps keys and values as f16 and looks SiLU up in a table; its own converter's files differ as much.
 TOLERANCE = 1e-2
 #: llama.cpp lets Phi-3 attend to everything, so answers agree as far as its window reaches.
@@ -91,6 +93,30 @@ def test_hugging_face_goldens(name: str, tmp_path: Path) -> None:
     reach = REACH.get(name)
     for sequence, expected in zip(ids, wanted, strict=True):
         same_answers(name, loaded.logits(sequence)[:reach], expected[:reach])
+
+
+def test_adapters_load_and_merged_models_answer_as_pefts_model(tmp_path: Path) -> None:
+    """The package cannot apply an adapter, but loading one checks its names and shapes against the model's."""
+    model, adapter = tmp_path / "m.oam", LORA / "llama"
+    oazoo.convert(source_path("llama"), model)
+    oazoo.export(model, tmp_path / "base.gguf")
+    with OamSource(model) as source:
+        found, pairs = bound_adapter(source, adapter)
+        write_pairs(source, pairs, tmp_path / "adapter.gguf")
+    base = Loaded(tmp_path / "base.gguf")
+    loaded = base.model.lora_adapter_init(str(tmp_path / "adapter.gguf"))
+    facts = {loaded.meta_key_by_index(n): loaded.meta_val_str_by_index(n) for n in range(loaded.meta_count)}
+    alpha = next(iter(found.pairs.values())).alpha
+    assert facts["general.type"] == "adapter" and float(facts["adapter.lora.alpha"]) == alpha
+    merge(model, adapter, tmp_path / "merged.oam")
+    oazoo.export(tmp_path / "merged.oam", tmp_path / "merged.gguf")
+    ids, wanted = (
+        np.load(source_path("llama") / "reference.npz")["ids"],
+        np.load(LORA / "llama" / "reference.npz"),
+    )
+    answers = Loaded(tmp_path / "merged.gguf").logits(ids[0])
+    same_answers("merged", answers, wanted["logits"][0])
+    assert np.abs(answers - base.logits(ids[0])).max() > 10 * TOLERANCE
 
 
 #: Golden, and settings changed in its config: what the golden itself does not reach.

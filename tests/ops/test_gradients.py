@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gradient_checks import F64, check, normal
+from philox import philox
 
 from oazoo.errors import DeviceError
 from oazoo.formats.quant import decode
-from oazoo.runtime import Tensor, get_device
+from oazoo.runtime import Tensor, get_device, random
 from oazoo.runtime.ops import arithmetic, unary
 from oazoo.runtime.ops.activation import activate, activate_gated, softcap
 from oazoo.runtime.ops.common import eight_lanes
@@ -233,7 +234,15 @@ def test_products(variant: str | None, rows: int, outputs: int, inputs: int) -> 
 
 
 def attention(
-    qkv: F64, batch: int, heads: int, kv: int, allowed: Any, scale: float, cap: float, mask: Any
+    qkv: F64,
+    batch: int,
+    heads: int,
+    kv: int,
+    allowed: Any,
+    scale: float,
+    cap: float,
+    mask: Any,
+    stays: Any = 1.0,
 ) -> F64:
     rows, width = qkv.shape
     dims, tokens = width // (heads + 2 * kv), rows // batch
@@ -248,6 +257,7 @@ def attention(
     s = np.where(allowed, s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
+    p = p * stays
     return np.einsum("bhqk,bkhd->bqhd", p, v).reshape(rows, heads * dims)
 
 
@@ -279,6 +289,29 @@ def test_attention(variant: str | None, dims: int, case: str) -> None:
     check(
         lambda qkv: attend(qkv, batch, heads, kv, **options),
         lambda qkv: attention(qkv, batch, heads, kv, allowed, scale, cap, mask),
+        [normal(batch * tokens, (heads + 2 * kv) * dims)],
+    )
+
+
+@pytest.mark.parametrize(("variant", "dims"), [(None, 16), ("group", 6)])
+def test_attention_with_dropout(variant: str | None, dims: int) -> None:
+    batch, tokens, heads, kv, rate, seed = 2, 11, 2, 1, 0.4, 9
+    words = [
+        philox((key // 4, row, 0, 0), (seed, 0))[key % 4]
+        for row in range(batch * heads * tokens)
+        for key in range(tokens)
+    ]
+    stays = (np.array(words) >= round(rate * 2**32)).reshape(batch, heads, tokens, tokens) / (1 - rate)
+    assert 0.2 < np.mean(stays == 0) < 0.6
+    allowed = np.tril(np.ones((tokens, tokens), bool))
+
+    def ours(qkv: Tensor) -> Tensor:
+        random.seed(get_device(), seed)
+        return attend(qkv, batch, heads, kv, dropout=rate, variant=variant)
+
+    check(
+        ours,
+        lambda qkv: attention(qkv, batch, heads, kv, allowed, dims**-0.5, 0, None, stays),
         [normal(batch * tokens, (heads + 2 * kv) * dims)],
     )
 

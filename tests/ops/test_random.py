@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from philox import philox
 
 from oazoo.errors import DeviceError
 from oazoo.runtime import Tensor, get_device
@@ -13,16 +14,6 @@ from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.linear import linear
 from oazoo.runtime.random import Generator
 from oazoo.runtime.tape import GradientTape, checkpoint
-
-
-def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
-    """Philox 4x32-10 as the paper defines it."""
-    (a, b, c, d), (k, m) = counter, key
-    for _ in range(10):
-        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c
-        a, b, c, d = right >> 32 ^ b ^ k, right & 0xFFFFFFFF, left >> 32 ^ d ^ m, left & 0xFFFFFFFF
-        k, m = (k + 0x9E3779B9) & 0xFFFFFFFF, (m + 0xBB67AE85) & 0xFFFFFFFF
-    return a, b, c, d
 
 
 def test_the_reference_gives_the_published_answers() -> None:

@@ -27,7 +27,8 @@ from oazoo.training.curves import draw_curves, smooth
 from oazoo.training.records import StepRecord, Summary, ValidationRecord
 
 HEADER = (
-    "step,epoch,loss_nats_per_token,learning_rate,gradient_norm,samples_rows,tokens_targets,wall_seconds\n"
+    "step,epoch,loss_nats_per_token,learning_rate,gradient_norm_nats_per_token,samples_rows,tokens_targets,"
+    "wall_seconds\n"
 )
 
 
@@ -68,7 +69,10 @@ def test_one_exact_row_a_step(tmp_path: Path) -> None:
             assert row[column] == "" if wanted is None else float(row[column]) == wanted
     read = read_log(path)
     assert read["step"].tolist() == list(range(1, 51))
-    assert np.isnan(read["gradient_norm"][0]) and read["gradient_norm"][2] == 0.1 * 3
+    assert (
+        np.isnan(read["gradient_norm_nats_per_token"][0])
+        and read["gradient_norm_nats_per_token"][2] == 0.1 * 3
+    )
     assert read["loss_nats_per_token"].tolist() == [record(step).loss for step in range(1, 51)]
 
 

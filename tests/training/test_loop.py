@@ -160,7 +160,11 @@ class Run:
                 optimizer=lambda: OamOptimizer("Muon", self.descent.lr, 0.9, first=self.descent.v),
                 run=RUN,
             )
-        settings: dict[str, Any] = {"schedule": lambda step: 0.05 / (1 + step), "read_every": 5}
+        settings: dict[str, Any] = {
+            "schedule": lambda step: 0.05 / (1 + step),
+            "read_every": 5,
+            "read_seconds": float("inf"),
+        }
         callbacks = [self.log, *options.pop("callbacks", [])]
         self.trainer = Trainer(
             self.descent,
@@ -313,6 +317,56 @@ def test_early_stopping_goes_on_counting_after_resuming() -> None:
     second.trainer.validate = lambda: (3.0, 1)
     second.trainer.restore(snapshot)
     assert second.trainer.fit().steps == 1
+
+
+def test_a_run_ends_in_time_and_its_schedule_follows_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock on which every step takes a second and a validation two.
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    run = Run(
+        None,
+        steps=100,
+        limit=20.0,
+        validate_every=25,
+        read_every=1,
+        schedule=lambda step: 1e-9 * (100 - step),
+    )
+    step, validate = run.descent.run, run.validate
+
+    def timed(batches: Sequence[Rows]) -> None:
+        step(batches)
+        now[0] += 1
+
+    def checked() -> tuple[float, int]:
+        now[0] += 2
+        return validate()
+
+    monkeypatch.setattr(run.descent, "run", timed)
+    run.trainer.validate = checked
+    summary = run.trainer.fit()
+    assert summary.ended == "out of time" and now[0] == 120.0
+    # Of 20 seconds: five steps, a validation at a quarter, three steps, another at a half, and so on.
+    assert [v.step for v in run.log.validations] == [5, 8, 11, 12]
+    rates = [round(1e9 * s.lr) for s in run.log.steps]
+    assert rates == [100, 95, 90, 85, 80, 65, 60, 55, 40, 35, 30, 15]
+
+
+def test_seconds_before_a_resumption_count() -> None:
+    run = Run(None, steps=1000, limit=60.0)
+    run.trainer.fit()
+    assert run.trainer.state.step == 1000 and 0 < run.trainer.state.seconds < 60
+    again = Run(None, steps=1000, limit=60.0)
+    snapshot = run.trainer.snapshot()
+    again.trainer.restore(
+        {**snapshot, "progress": {**snapshot["progress"], "step": 10, "seconds": 59.999999}}
+    )
+    assert again.trainer.fit().ended == "out of time" and again.trainer.state.step == 11
+
+
+def test_slow_steps_are_told_of_one_by_one() -> None:
+    run = Run(None, steps=3, read_seconds=0.0)
+    run.trainer.fit()
+    assert run.log.events[1:4] == ["steps 1-1", "steps 2-2", "steps 3-3"]
 
 
 def test_control_from_another_thread(tmp_path: Path) -> None:

@@ -195,3 +195,28 @@ def test_misuse_is_told() -> None:
     for bad in ({"clip": 0.0}, {"accumulation": 0}, {"kept": 1}):
         with pytest.raises(UsageError):
             TrainingStep(lambda x: x, SGD([w]), **bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_norms_of_gradients_are_kept_beside_the_losses(accumulation: int, clip: float | None) -> None:
+    # The loss is w·mean(x), so its gradient is mean(x), whatever w has become.
+    w = Tensor.from_numpy(get_device(), np.zeros((1, 2), np.float32))
+    w.requires_grad = True
+    step = TrainingStep(
+        lambda x: mean(linear(x, w)), SGD([w], 0.5), clip=clip, accumulation=accumulation, norms=True
+    )
+    for count in range(4):
+        step(np.array([[3.0, 4.0]], np.float32) * (1 + count))
+    found = step.figures()
+    each = [5.0, 10.0, 15.0, 20.0] if accumulation == 1 else [7.5, 17.5]
+    np.testing.assert_allclose(found[:, 1], each, rtol=1e-6)
+    assert step.figures().shape == (0, 2)
+
+
+def test_norms_that_nobody_asked_for_are_not_measured() -> None:
+    w = Tensor.from_numpy(get_device(), np.zeros((1, 1), np.float32))
+    w.requires_grad = True
+    step = TrainingStep(lambda x: mean(linear(x, w)), SGD([w], 0.5))
+    step(np.ones((1, 1), np.float32))
+    assert np.isnan(step.figures()[0, 1])

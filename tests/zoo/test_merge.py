@@ -22,9 +22,12 @@ from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats import quant
 from oazoo.formats.lora import Adapter, LoraPair, write_adapter
 from oazoo.formats.oam import OamSource
+from oazoo.runtime import Tensor, get_device
+from oazoo.runtime.ops.pack import pack
 from oazoo.translators.convert import convert
 from oazoo.translators.lora import lora_map, to_published
 from oazoo.zoo.adapters import base_facts, merge
+from oazoo.zoo.merge_check import MergeDifferenceError, compare
 
 LORA = Path(__file__).parent.parent / "data" / "lora"
 CONFIG = DecoderConfig(
@@ -91,7 +94,7 @@ def test_packed_weights_are_packed_anew(
     tmp_path: Path, model: Path, adapter: Path, pairs: dict[str, LoraPair], encoding: str
 ) -> None:
     packed = packed_oam(model, tmp_path / "packed.oam", encoding)
-    report = merge(packed, adapter, tmp_path / "out.oam")
+    report = merge(packed, adapter, tmp_path / "out.oam", method="absmax")
     values, after = oam_values(packed), oam_bytes(tmp_path / "out.oam")
     for layer, pair in pairs.items():
         codes, scales = quant.encode(formula(values[f"{layer}.weight"], pair), encoding)
@@ -109,6 +112,37 @@ def test_packed_weights_are_packed_anew(
     dense = oam_values(tmp_path / "dense.oam")
     assert (dense["layers.0.attn.q.weight"] == exact).all()
     assert oam_bytes(tmp_path / "dense.oam")["layers.1.attn.q.weight"][0] == encoding
+
+
+@pytest.mark.parametrize("encoding", ["f32", "q8", "q4"])
+def test_the_check_tells_what_storing_the_sums_has_cost(
+    tmp_path: Path, model: Path, adapter: Path, pairs: dict[str, LoraPair], encoding: str
+) -> None:
+    """FT-11: the largest difference is that of a NumPy model with the exact sums; search packs as quantize does."""
+    base = model if encoding == "f32" else packed_oam(model, tmp_path / "packed.oam", encoding)
+    merge(base, adapter, tmp_path / "out.oam")
+    exact, config = load_oam(base)
+    for layer, pair in pairs.items():
+        exact[f"{layer}.weight"] = formula(exact[f"{layer}.weight"], pair)
+    if encoding != "f32":
+        name = "layers.1.mlp.down.weight"
+        values = Tensor.from_numpy(get_device(), exact[name].astype(np.float32))
+        assert oam_bytes(tmp_path / "out.oam")[name][2] == pack(values, encoding, "search").bytes().tobytes()
+    stored, _ = load_oam(tmp_path / "out.oam")
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, CONFIG.vocab_size, 32).tolist() for _ in range(4)]
+    pairs_of_logits = [(logits(exact, config, ids), logits(stored, config, ids)) for ids in prompts]
+    found = compare(base, adapter, tmp_path / "out.oam")
+    assert found.tokens == 128
+    assert found.largest == pytest.approx(
+        max(np.abs(a - b).max() for a, b in pairs_of_logits), rel=1e-2, abs=1e-4
+    )
+    same = np.mean([(a.argmax(-1) == b.argmax(-1)).mean() for a, b in pairs_of_logits])
+    assert found.same_top == pytest.approx(same, abs=0.02)
+    assert (found.kl < 1e-9) == (encoding == "f32")
+    found.check(found.largest)
+    with pytest.raises(MergeDifferenceError, match="differs by"):
+        found.check(found.largest / 2)
 
 
 def test_rows_that_come_in_pieces_are_the_same(
@@ -160,10 +194,15 @@ def test_the_command(tmp_path: Path, model: Path, adapter: Path) -> None:
     assert plan.exit_code == 0 and "layers.1.mlp.down.weight" in plan.stdout and not out.exists()
     assert run(model, adapter).exit_code == 2
     done = run(model, adapter, "-o", out, "--json")
-    assert done.exit_code == 0 and len(json.loads(done.stdout)["tensors"]) == 3
+    said = json.loads(done.stdout)
+    assert done.exit_code == 0 and len(said["tensors"]) == 3 and said["check"]["largest"] < 1e-3
+    strict = run(model, adapter, "-o", tmp_path / "half.oam", "--dtype", "f16", "--tolerance", 1e-9)
+    assert strict.exit_code == 1 and "more than the 1e-09 that are allowed" in strict.stderr
+    assert run(model, adapter, "-o", out, "--no-check", "--tolerance", 1).exit_code == 2
     again = run(model, adapter, "-o", out)
     assert again.exit_code == 2 and "exists already" in again.stderr
-    assert run(model, adapter, "-o", out, "--force").exit_code == 0
+    done = run(model, adapter, "-o", out, "--force", "--no-check")
+    assert done.exit_code == 0 and "logits differ" not in done.stderr
     assert run(model, adapter, "-o", model, "--force").exit_code == 2
     assert run(model, tmp_path / "nothing", "-o", out, "--force").exit_code == 2
     wrong = run(adapter / "adapter_model.safetensors", adapter, "-o", out, "--force")

@@ -94,10 +94,10 @@ def test_the_loss_falls(text: Path, tmp_path: Path) -> None:
         assert 0.2 * summary.step_p50 < summary.device_p50
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_resumed_run_is_the_same_run(text: Path, tmp_path: Path, accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "dtype"), [(1, "f32"), (2, "bf16")])
+def test_a_resumed_run_is_the_same_run(text: Path, tmp_path: Path, accumulate: int, dtype: str) -> None:
     """FT-04, on the device: weights, moments, schedule, order of the data and dropout's numbers."""
-    settings = replace(SMALL, accumulate=accumulate, dropout=0.1)
+    settings = replace(SMALL, accumulate=accumulate, dropout=0.1, dtype=dtype)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     train("oa-bytetransformer", [text], whole, settings).fit()
     first = train("oa-bytetransformer", [text], parted, settings)
@@ -108,6 +108,10 @@ def test_a_resumed_run_is_the_same_run(text: Path, tmp_path: Path, accumulate: i
     second.fit()
     assert losses(parted) == losses(whole) and len(losses(whole)) == 6
     assert same(weights(checkpoints(parted)[-1]), weights(checkpoints(whole)[-1]))
+    with OamSource(whole / "best.oam") as best, OamSource(checkpoints(whole)[-1]) as newest:
+        # What is best is stored as it was used, what is gone on from in full.
+        assert best["layers.0.attn.q.weight"].info.encoding == dtype
+        assert {tensor.info.encoding for tensor in newest.values()} == {"f32"}
     with OamSource(checkpoints(whole)[-1]) as a, OamSource(checkpoints(parted)[-1]) as b:
         assert a.optimizer is not None and b.optimizer is not None
         assert (a.optimizer.kind, a.optimizer.step) == ("AdamW", 6) == (b.optimizer.kind, b.optimizer.step)
@@ -324,9 +328,11 @@ def test_names_of_control_tokens_are_what_one_says(tmp_path: Path) -> None:
         (["train", "bytelm-tiny", "--lr", "nan"], "learning rate of nan"),
         (["train", "bytelm-tiny", "--context", 400000], "longer than the"),
         (["train", "bytelm-tiny", "--validation", 0, "--patience", 1], "need validation data"),
-        (["train", "bytelm-tiny", "--dropout", 0.1], "have no dropout"),
+        (["train", "bytelm-tiny", "--dropout", 1], "dropout must be from 0"),
         (["finetune", "MODEL"], "say what learns"),
         (["finetune", "MODEL", "--full", "--target", "q"], "belong to --lora"),
+        (["finetune", "MODEL", "--lora", 4, "--dtype", "bf16"], "leave --dtype out"),
+        (["finetune", "MODEL", "--full", "--minutes", 0], "cannot take 0.0 minutes"),
         (["finetune", "MODEL", "--full", "--context", 200], "longer than the 16 positions"),
     ],
 )
