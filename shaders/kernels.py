@@ -174,7 +174,12 @@ def _images() -> dict[str, KernelSpec]:
         table[f"channel_sums_{lanes.lower()}"] = KernelSpec("convolution", f"channelSums{lanes}")
         table[f"batch_stats_{lanes.lower()}"] = KernelSpec("batch_norm", f"stats{lanes}")
         table[f"batch_norm_sums_{lanes.lower()}"] = KernelSpec("batch_norm", f"sums{lanes}")
-        for name, entry in (("half_norms", "halfNorms"), ("follow", "follow"), ("revive", "revive"), ("choose", "choose")):
+        for name, entry in (
+            ("half_norms", "halfNorms"),
+            ("follow", "follow"),
+            ("revive", "revive"),
+            ("choose", "choose"),
+        ):
             table[f"codes_{name}_{lanes.lower()}"] = KernelSpec("quantizer", f"{entry}{lanes}")
     table["codes_gather"] = KernelSpec("quantizer", "gather")
     table["kept_stats"] = KernelSpec("batch_norm", "keptStats")
