@@ -82,11 +82,6 @@ def _tell(x: Tensor, norm: Tensor | None, eps: float, weights: Sequence[Tensor])
             observer(x, weights)
 
 
-def observed() -> bool:
-    """Whether anybody wants to be told of products."""
-    return bool(_observers)
-
-
 def tell_experts(x: Tensor, weights: Sequence[Tensor], groups: Groups, by_token: bool) -> None:
     """Tell of a product with stacks of weights."""
     for observer in _observers:
@@ -412,7 +407,7 @@ def _run_wide(
             at += w.shape[0]
         columns = room if stop - start == share else -(-(stop - start) // 8) * 8 * (1 + both)
         kernel.dispatch(
-            (row_groups, -(-columns // _TURNED_COLUMNS), 1),
+            (row_groups, -(-columns // TURNED_COLUMNS), 1),
             {"x": x, "w": turned, "b0": three[0], "b1": three[1], "b2": three[2], "residual": residual},
             {"y": y},
             work=rows * inputs * columns,
