@@ -128,10 +128,25 @@ def factor(covariance: Matrix, damping: float) -> npt.NDArray[np.float64]:
     require(bool(np.isfinite(c).all()), op, "a covariance with values that are not finite")
     mean = float(c.diagonal().mean())
     require(mean > 0 and damping > 0, op, "no input of these weights is ever anything but 0")
+    damped = c / mean
+    damped[np.diag_indices_from(damped)] += damping
     try:
-        lower = np.linalg.cholesky(c / mean + damping * np.eye(c.shape[0]))
-        inverse = np.linalg.inv(lower)
-        result: npt.NDArray[np.float64] = np.linalg.cholesky(inverse.T @ inverse).T
+        # Backwards, so that C = R Rᵀ with R upper triangular; its inverse is U.
+        right = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
     except np.linalg.LinAlgError:
         raise DeviceError(f"{op}: this is no covariance: it has negative variances") from None
+    return _inverse(np.ascontiguousarray(right))
+
+
+def _inverse(upper: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of an upper triangular matrix, in a fifth of the steps that a general inverse takes, nearly all of them products."""
+    size = upper.shape[0]
+    result = np.zeros_like(upper)
+    if size <= 64:
+        result[:] = np.triu(np.linalg.inv(upper))
+        return result
+    half = size // 2
+    first, last = _inverse(upper[:half, :half]), _inverse(upper[half:, half:])
+    result[:half, :half], result[half:, half:] = first, last
+    result[:half, half:] = -(first @ upper[:half, half:]) @ last
     return result
