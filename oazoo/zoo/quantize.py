@@ -140,15 +140,13 @@ def quantize(
         if how == "weighted" and (limit or not dry_run):
             known = _statistics(opened, statistics, text, device, progress)
         feedback: ErrorFeedback | None = None
-        if how == "gptq" and (limit or not dry_run):
-            feedback = _error_feedback(opened, statistics, text, device, progress, bool(limit))
-            stack.callback(feedback.close)
-            known = feedback.statistics
+        # Without covariances to go by, what a tensor becomes depends on what those before it became.
+        along = how == "gptq" and not _has_covariances(statistics)
+        if how == "gptq" and not along and (limit or not dry_run):
+            known = _statistics(opened, statistics, None, device, progress)
         packed: OamSource | None = None
         found: Sensitivity | None = None
         if limit is not None:
-            # What error feedback costs follows from everything packed before; the costs without it rank alike.
-            by = "weighted" if how == "gptq" else how
 
             def pack_all(path: Path) -> None:
                 quantize(
@@ -157,21 +155,26 @@ def quantize(
                     target,
                     keep=keep,
                     q8=q8,
-                    method=by,
-                    statistics=known,
+                    method=how,
+                    statistics=None if along else known,
+                    text=text if along else None,
                     allow_requantize=allow_requantize,
                     allow_nonfinite=allow_nonfinite,
                     progress=progress,
                     device=device,
                 )
 
-            spending = Spending(opened, steps, limit, by, known if statistics is None else statistics)
+            spending = Spending(opened, steps, limit, how, known if statistics is None else statistics)
             found, packed = spending.sensitivity(stack, output, pack_all, text, device, progress, notify)
             if isinstance(statistics, (str, Path)):
-                remember(statistics, by, found, notify)
-            packed = packed if by == how else None
+                remember(statistics, how, found, notify)
+            packed = None if along else packed
             request = replace(request, chosen=spending.choose(found))
             steps = plan(opened, request)
+        if how == "gptq" and not dry_run:
+            feedback = _error_feedback(opened, known, text, device, progress)
+            stack.callback(feedback.close)
+            known = feedback.statistics
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
         entries += [
             OamEntry(name, t.info.shape, t.info.encoding, "state")
@@ -311,31 +314,39 @@ def _statistics(
     return found
 
 
+def _has_covariances(given: Statistics | str | Path | None) -> bool:
+    """Whether statistics were given that error feedback can go by.
+
+    Raises:
+        UsageError: they were given, and it cannot.
+    """
+    from oazoo.zoo.statistics import Statistics, load_statistics
+
+    if given is None:
+        return False
+    known = given if isinstance(given, Statistics) else load_statistics(given)
+    if not known.covariances:
+        raise UsageError(
+            "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
+        )
+    return True
+
+
 def _error_feedback(
     source: OamSource,
-    given: Statistics | str | Path | None,
+    known: Statistics | None,
     text: str | None,
     device: Device | None,
     progress: Progress | None,
-    measuring: bool,
 ) -> ErrorFeedback:
-    """From covariances that were given, or with the model run along.
-
-    ``measuring``: statistics without covariances may be given, for what they know of costs.
-    """
+    """From covariances that were given, or with the model run along."""
     from oazoo.runtime import get_device
     from oazoo.zoo.error_feedback import ErrorFeedback, dense_statistics
     from oazoo.zoo.load import load
 
     device = device or get_device()
-    if given is not None:
-        known = _statistics(source, given, None, device, progress)
-        if known.covariances:
-            return ErrorFeedback(device, known)
-        if not measuring:
-            raise UsageError(
-                "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
-            )
+    if known is not None:
+        return ErrorFeedback(device, known)
     model = load(source.path, device=device, progress=progress)
     return ErrorFeedback(device, dense_statistics(model, text, progress), model, text, progress)
 
