@@ -162,8 +162,8 @@ def test_command(dense: Path, statistics: Statistics, tmp_path: Path) -> None:
 
 
 def test_what_is_chance_is_left_out() -> None:
-    """Inputs that vary alone lose what a short text shows of them together; those that vary together keep theirs, and more of
-    it the longer the text."""
+    """Inputs that vary alone lose what a short text shows of them together; those that vary together keep theirs, and more
+    of it the longer the text."""
     rng = np.random.default_rng(1)
     alone = rng.normal(size=(300, 64)) * rng.gamma(1.0, size=64)
     together = rng.normal(size=(300, 4)) @ rng.normal(size=(4, 64))
