@@ -76,13 +76,14 @@ def make(name: str, how: str, model: str, resume: bool) -> Path:
     return path
 
 
-def row(name: str, path: Path, found: Evaluation) -> dict[str, Any]:
+def row(name: str, how: str, path: Path, found: Evaluation) -> dict[str, Any]:
     """One line of the table as numbers."""
     with OamSource(path) as source:
         stored = sum(tensor.info.nbytes for tensor in source.values())
         values = sum(tensor.info.numel for tensor in source.values())
     return {
         "name": name,
+        "arguments": how.replace("STATS", "stats.safetensors"),
         "file_bytes": path.stat().st_size,
         "bits_per_weight": 8 * stored / values,
         **found.to_json(),
@@ -91,8 +92,8 @@ def row(name: str, path: Path, found: Evaluation) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    head = ["", "MB", "bits a weight", "perplexity", "ratio", "mean KL", "99.9 % KL", "same top"]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    head = ["", "MB", "bits a weight", "perplexity", "ratio", "mean KL", "99.9 % KL", "same top", "quantize"]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 2)}---|"]
     for r in rows:
         c = r["comparison"]
         cells = [
@@ -104,6 +105,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{c['kl_mean']:.2g}",
             f"{c['kl_999']:.2g}",
             f"{c['same_top']:.1%}",
+            f"`{r['arguments']}`" if r["arguments"] else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -173,7 +175,9 @@ def main() -> int:
         windows=options.windows,
         progress=progress_lines(),
     )
-    rows = [row(name, path, one) for (name, path), one in zip(paths.items(), found, strict=True)]
+    rows = [
+        row(name, wanted[name], path, one) for (name, path), one in zip(paths.items(), found, strict=True)
+    ]
     (FOLDER / "quality.json").write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     shown = table(rows)
     (FOLDER / "quality.md").write_text(shown + "\n", encoding="utf-8")
