@@ -185,6 +185,16 @@ def test_columns_that_vary_alone_are_searched_for() -> None:
     )
 
 
+def test_values_so_large_that_sums_overflow() -> None:
+    """They are packed as the recursion leaves them, or better; nothing becomes what is no number."""
+    w = np.random.default_rng(10).normal(size=(4, 64)).astype(np.float32)
+    w[1] = np.sign(w[1]) * np.float32(3e38)
+    codes, scales = Feedback(get_device(), covariance(64, 300, 11), 0.1).pack(w)
+    got = decoded(codes, scales, w.shape)
+    assert np.isfinite(scales).all() and np.isfinite(got[[0, 2, 3]]).all()
+    assert np.abs(got[[0, 2, 3]] - w[[0, 2, 3]]).max() < 0.5
+
+
 def test_rows_in_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from oazoo.runtime.ops import feedback
 
