@@ -330,5 +330,6 @@ KERNELS: dict[str, KernelSpec] = {
         for source in ("f32", "f16", "bf16")
     },
     "feedback_q4": KernelSpec("feedback", "feedbackQ4"),
+    "refine_q4": KernelSpec("refine", "refineQ4"),
     **_linear(),
 }

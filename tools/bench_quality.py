@@ -5,9 +5,10 @@ against f32 at once, window by window, as `oazoo eval` does. Prints a Markdown t
 numbers as JSON lie in build/quality.
 
     python tools/bench_quality.py [--methods f32,q8,q4-mixed] [--also 'NAME=--to q4 --keep "embed*"'] [--text FILE]
-                                  [--context 512] [--windows N] [--model NAME] [--json]
+                                  [--context 512] [--windows N] [--model NAME] [--json] [--resume]
 
-The text is the GPL-3 as Debian's package base-files has it, unless another is given.
+The text is the GPL-3 as Debian's package base-files has it, unless another is given. On a software device a version takes
+minutes; `--resume` takes files that an earlier run made, so that it can be done in parts.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ METHODS: dict[str, str] = {
     "f16": "",
     "bf16": "",
     "q8-absmax": "--recipe q8 --method absmax",
-    "q8-search": "--recipe q8 --method search",
-    "q8": "--recipe q8 --stats STATS",
+    "q8": "--recipe q8",
     "q4-absmax": "--recipe q4 --method absmax",
     "q4-search": "--recipe q4 --method search",
-    "q4": "--recipe q4 --stats STATS",
-    "q4-equalized": "--recipe q4 --stats STATS --equalize",
-    "q4-gptq-equalized": "--recipe q4 --method gptq --equalize",
-    "q4-gptq": "--recipe q4 --method gptq",
+    "q4-weighted": "--recipe q4 --method weighted --stats STATS",
+    "q4-weighted-equalized": "--recipe q4 --method weighted --stats STATS --equalize",
+    "q4-gptq": "--recipe q4 --stats STATS",
+    "q4-gptq-equalized": "--recipe q4 --stats STATS --equalize",
+    "q4-gptq-along": "--recipe q4 --method gptq",
+    "q4-mixed-weighted": "--recipe q4-mixed --method weighted --stats STATS",
     "q4-mixed": "--recipe q4-mixed --stats STATS",
-    "q4-mixed-gptq": "--recipe q4-mixed --method gptq --stats STATS",
+    "q4-high-weighted": "--recipe q4-high --method weighted --stats STATS",
     "q4-high": "--recipe q4-high --stats STATS",
-    "q4-high-gptq": "--recipe q4-high --method gptq --stats STATS",
 }
-DEFAULT = ",".join(name for name in METHODS if name not in ("f16", "bf16", "q8-search"))
+#: Those that take longest, or lose as good as nothing, only if they are asked for.
+DEFAULT = ",".join(name for name in METHODS if name not in ("f16", "bf16", "q4-gptq-along"))
 
 
 def oazoo_command(*arguments: str) -> None:
@@ -59,12 +61,14 @@ def oazoo_command(*arguments: str) -> None:
         sys.exit(f"bench-quality: this step failed with exit status {done.returncode}")
 
 
-def make(name: str, how: str, model: str) -> Path:
-    """The file of one version, made anew."""
+def make(name: str, how: str, model: str, resume: bool) -> Path:
+    """The file of one version, made anew unless it is there and ``resume``."""
     path = FOLDER / f"{name}.oam"
+    if resume and path.exists():
+        return path
     if how:
         if "STATS" in how.split() and not STATS.exists():
-            oazoo_command("calibrate", str(FOLDER / "f32.oam"), "-o", str(STATS))
+            oazoo_command("calibrate", str(FOLDER / "f32.oam"), "--covariance", "-o", str(STATS))
         arguments = [str(STATS) if word == "STATS" else word for word in shlex.split(how)]
         oazoo_command("quantize", str(FOLDER / "f32.oam"), "-o", str(path), "--force", *arguments)
     else:
@@ -72,13 +76,14 @@ def make(name: str, how: str, model: str) -> Path:
     return path
 
 
-def row(name: str, path: Path, found: Evaluation) -> dict[str, Any]:
+def row(name: str, how: str, path: Path, found: Evaluation) -> dict[str, Any]:
     """One line of the table as numbers."""
     with OamSource(path) as source:
         stored = sum(tensor.info.nbytes for tensor in source.values())
         values = sum(tensor.info.numel for tensor in source.values())
     return {
         "name": name,
+        "arguments": how.replace("STATS", "stats.safetensors"),
         "file_bytes": path.stat().st_size,
         "bits_per_weight": 8 * stored / values,
         **found.to_json(),
@@ -87,8 +92,8 @@ def row(name: str, path: Path, found: Evaluation) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    head = ["", "MB", "bits a weight", "perplexity", "ratio", "mean KL", "99.9 % KL", "same top"]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    head = ["", "MB", "bits a weight", "perplexity", "ratio", "mean KL", "99.9 % KL", "same top", "quantize"]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 2)}---|"]
     for r in rows:
         c = r["comparison"]
         cells = [
@@ -100,6 +105,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{c['kl_mean']:.2g}",
             f"{c['kl_999']:.2g}",
             f"{c['same_top']:.1%}",
+            f"`{r['arguments']}`" if r["arguments"] else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -133,6 +139,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--resume", action="store_true", help="take files that an earlier run made")
     options = parser.parse_args()
     wanted: dict[str, str] = {}
     for name in options.methods.split(","):
@@ -151,10 +158,12 @@ def main() -> int:
     text = options.text.read_text(encoding="utf-8")
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    STATS.unlink(missing_ok=True)  # of another version, or another model
-    reference = make("f32", "", options.model)
+    if not options.resume:
+        STATS.unlink(missing_ok=True)  # of another version, or another model
+    reference = make("f32", "", options.model, options.resume)
     paths = {
-        name: reference if name == "f32" else make(name, how, options.model) for name, how in wanted.items()
+        name: reference if name == "f32" else make(name, how, options.model, options.resume)
+        for name, how in wanted.items()
     }
     original = oazoo.load(reference)
     versions = [original if name == "f32" else path for name, path in paths.items()]
@@ -166,7 +175,9 @@ def main() -> int:
         windows=options.windows,
         progress=progress_lines(),
     )
-    rows = [row(name, path, one) for (name, path), one in zip(paths.items(), found, strict=True)]
+    rows = [
+        row(name, wanted[name], path, one) for (name, path), one in zip(paths.items(), found, strict=True)
+    ]
     (FOLDER / "quality.json").write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     shown = table(rows)
     (FOLDER / "quality.md").write_text(shown + "\n", encoding="utf-8")

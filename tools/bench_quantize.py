@@ -1,13 +1,15 @@
 """What quantising costs, against llama.cpp's own: SmolLM2-135M in f32 (540 MB) to q8 and q4, by turns.
 
-    python tools/bench_quantize.py [--llama PYTHON] [--turns 7] [--model DENSE.oam] [--method search]
+    python tools/bench_quantize.py [--llama PYTHON] [--turns 3] [--model DENSE.oam] [--method search] [--prepared FOLDER]
 
 ``--llama`` is an interpreter that has the package ``cyllama``; without it only ours is measured. The same weights are given
 to both: an ``.oam``, and the GGUF that ``oazoo export`` makes of it. llama.cpp's time is that of its call
 ``llama_model_quantize``, every tensor to the one type (``--pure``), as many threads as the machine has cores; ours
 is the whole command: interpreter, imports, opening the device, packing, checksums, the flush to disk. Llama.cpp flushes
 nothing, so both ratios are printed: to its call, and to its call with a flush behind. Medians, those of the ratios of one
-turn, and the peak of resident memory (``ru_maxrss``). Modules and kernels are compiled once before, in the first turn.
+turn, and the peak of resident memory (``ru_maxrss``). Modules and kernels are compiled once before. Each row is
+told on the error stream as it is done. Making the two models takes longer than measuring: ``--prepared FOLDER`` keeps
+them there for the next time.
 """
 
 from __future__ import annotations
@@ -71,24 +73,28 @@ def make(arguments: Sequence[str]) -> None:
 
 
 def measure(
-    folder: Path, source: Path, python: Path | None, rows: Sequence[tuple[str, str]], turns: int
+    folder: Path,
+    source: Path,
+    gguf: Path,
+    python: Path | None,
+    rows: Sequence[tuple[str, str]],
+    turns: int,
 ) -> list[dict[str, Any]]:
     """All rows, turn by turn; see :func:`main` for what comes out."""
     modules = folder / "modules"
     modules.mkdir()
-    gguf = folder / "dense.gguf"
-    if python is not None:
+    if python is not None and not gguf.exists():
         make(["export", str(source), "-o", str(gguf)])
     results: list[dict[str, Any]] = []
     for encoding, method in rows:
         found: list[dict[str, float]] = []
-        for turn in range(turns + 1):
+        ours(source, folder / "out.oam", encoding, method, modules)
+        for _ in range(turns):
             row: dict[str, float] = {}
             if python is not None:
                 row["llama_s"], row["llama_flushed_s"] = llama(python, gguf, folder / "out.gguf", encoding)
             row["oazoo_s"], row["peak_bytes"] = ours(source, folder / "out.oam", encoding, method, modules)
-            if turn:
-                found.append(row)
+            found.append(row)
         result: dict[str, Any] = {"encoding": encoding, "method": method, "load": os.getloadavg()[0]}
         result |= {key: statistics.median(row[key] for row in found) for key in found[0]}
         if python is not None:
@@ -96,6 +102,7 @@ def measure(
                 ratios = (row["oazoo_s"] / row[f"{name}_s"] for row in found)
                 result[f"ratio_to_{name}"] = statistics.median(ratios)
         results.append({**result, "turns": found})
+        print(f"bench: {encoding} {method}: {result['oazoo_s']:.2f} s", file=sys.stderr, flush=True)
     return results
 
 
@@ -104,22 +111,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--llama", type=Path, metavar="PYTHON", help="an interpreter that has cyllama")
     parser.add_argument("--model", type=Path, help="a dense .oam  [default: SmolLM2-135M, made f32]")
     parser.add_argument("--method", help="only this one  [default: absmax, and search for q4]")
     parser.add_argument("--folder", type=Path, help="where the files go")
+    parser.add_argument(
+        "--prepared", type=Path, metavar="FOLDER", help="keep both models here, and find them next time"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [row for row in ROWS if options.method in (None, row[1])] or [("q4", options.method)]
     with tempfile.TemporaryDirectory(prefix="oazoo-bench-", dir=options.folder) as name:
         folder = Path(name)
-        source = options.model
-        if source is None:
-            source = folder / "dense.oam"
+        if options.prepared and options.model:
+            parser.error("--prepared keeps the default model; leave --model out")
+        kept = options.prepared or folder
+        kept.mkdir(parents=True, exist_ok=True)
+        source = options.model or kept / "dense.oam"
+        if not source.exists():
             make(["convert", MODEL, "-o", str(source), "--dtype", "f32"])
         size = source.stat().st_size
-        results = measure(folder, source, options.llama, rows, options.turns)
+        results = measure(folder, source, kept / "dense.gguf", options.llama, rows, options.turns)
     if options.json:
         print(json.dumps({"bytes": size, "rows": results}, indent=2))
         return

@@ -45,9 +45,10 @@ def command(
 ) -> None:
     """Run MODEL over a text and keep the second moments of the inputs of each of its weights.
 
-    Quantising then weighs errors with them:
+    Quantising then weighs errors with them; with --covariance, it also lets columns make up for each other's errors, which
+    loses least:
 
-    oazoo quantize MODEL.oam --to q4 --method weighted --stats STATS.safetensors -o OUT.oam
+    oazoo quantize MODEL.oam --recipe q4-mixed --stats STATS.safetensors -o OUT.oam
     """
     from oazoo.formats.atomic import check_output
     from oazoo.zoo.calibrate import calibrate

@@ -61,7 +61,8 @@ from oazoo.zoo.recipes import RECIPES, short_names
     type=click.Choice(METHODS),
     help="absmax: the format's own rule. search: each block's best scale and codes. weighted: the same, minding what a "
     "column is multiplied with, for which the model is run. gptq: later columns make up for the errors of those before, the "
-    "model run along.  [default: search for q8; for q4 weighted, or absmax if the model cannot run]",
+    "model run along.  [default: search for q8; for q4 gptq with --stats that have covariances, else weighted, or absmax if "
+    "the model cannot run]",
 )
 @click.option(
     "--stats",
@@ -123,7 +124,8 @@ def command(
     Everything else in the file is carried over; the optimizer's state and a quality receipt are dropped.
 
     A model that can run is run on a text to learn what its weights are multiplied with, and with a budget also what each
-    tensor costs. On a software device that takes minutes: oazoo calibrate keeps the first, --stats then keeps both.
+    tensor costs. On a software device that takes minutes: oazoo calibrate keeps the first, --stats then keeps both. The
+    best models come of covariances: oazoo calibrate --covariance, then --stats.
     """
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")

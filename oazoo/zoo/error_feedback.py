@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 
-#: How far covariances are drawn towards their diagonals. With all of what a text of some ten thousand tokens shows, outputs
-#: on that text come nearer and those on others stray further; at 1, nothing is left but the weighted search.
-SHRINK = 0.4
+#: How far covariances are drawn towards their diagonals at least, for texts differ; and how many tokens of a text tell as
+#: much as one that has nothing to do with its neighbours. See :func:`drawn`.
+SHRINK, DEPENDENT = 0.1, 6
 #: Of the mean variance, what every input has in noise besides, so that none is without any.
-DAMPING = 0.001
+DAMPING = 1e-5
 #: The token embedding, and the head where it is not the same table.
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 #: Values that are read at a time.
@@ -64,6 +64,7 @@ class ErrorFeedback:
         self._device, self.statistics = device, statistics
         self._layers: _Layers | None = None
         self._factors: tuple[str, Feedback] | None = None
+        self._tokens = statistics.tokens
         if model is not None:
             assert isinstance(model.model, CausalModel)
             self._layers = _Layers(model.model, sequences_of(model, text, None), progress)
@@ -132,7 +133,7 @@ class ErrorFeedback:
             moment = self.statistics.moment(name, inputs)
             assert moment is not None
             covariance = np.diag(moment)
-        covariance = (1 - SHRINK) * covariance + SHRINK * np.diag(covariance.diagonal())
+        covariance = drawn(covariance, self._tokens)
         if name == EMBEDDING:
             # Rows are looked up as well as multiplied with, and then every column counts.
             covariance = covariance / covariance.diagonal().mean() + np.eye(inputs, dtype=np.float32)
@@ -140,6 +141,31 @@ class ErrorFeedback:
         self._factors = None
         self._factors = (shared, Feedback(self._device, covariance, DAMPING))
         return self._factors[1]
+
+
+def drawn(covariance: Floats, tokens: int) -> Floats:
+    """A covariance without what is probably chance: drawn towards its diagonal, C ← (1 − λ) C + λ diag C.
+
+    Between inputs that have nothing to do with each other, ``tokens`` of a text still show a correlation r, with a mean
+    square of about 1 / n, n being what the text is worth in independent tokens. What mean square all have beyond that is
+    worth keeping, and λ is the rest (Schäfer and Strimmer, Statistical Applications in Genetics and Molecular Biology 4,
+    2005): near 0 where inputs vary together strongly or the text is long, near 1 where nothing but chance is seen.
+
+    Args:
+        covariance: f32 [inputs, inputs].
+        tokens: over how many it was taken.
+    """
+    variance = covariance.diagonal().astype(np.float64)
+    inputs = variance.size
+    deviation = np.sqrt(np.maximum(variance, np.finfo(np.float64).tiny))
+    seen = variance > 0
+    correlation = (covariance / deviation[:, None] / deviation).astype(np.float64)
+    square = float((correlation[np.ix_(seen, seen)] ** 2).sum()) - int(seen.sum())
+    chance = DEPENDENT / max(tokens, 1) * max(inputs * (inputs - 1), 1)
+    share = 1.0 if square <= chance else SHRINK + (1 - SHRINK) * chance / square
+    result = (1 - share) * covariance
+    result[np.diag_indices_from(result)] = covariance.diagonal()
+    return result.astype(np.float32)
 
 
 def dense_statistics(model: TextModel, text: str | None, progress: Progress | None) -> Statistics:

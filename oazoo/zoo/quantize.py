@@ -78,7 +78,8 @@ def quantize(
         method: ``absmax``, the format's own rule; ``search``, the scale and codes of least squared error of each block;
             ``weighted``, the same with every column's errors weighted by the mean square of what it is multiplied with;
             ``gptq``, for q4: columns in turn, each making up for the errors of those before.
-            None: for q8 ``search``, for q4 ``weighted`` if the model can run, else ``absmax``.
+            None: for q8 ``search``; for q4 ``gptq`` if the statistics have covariances, else ``weighted`` if the model can
+            run, else ``absmax``.
         statistics: for ``gptq``: with covariances; if None, the model is run along, a layer at a time, as it is packed. For
             ``weighted``: those mean squares, or the file that has them (:mod:`oazoo.zoo.statistics`); if
             None, the model is run to measure them. What a budget measures is added to the file.
@@ -129,8 +130,11 @@ def quantize(
             check_output(output, overwrite=overwrite)
         elif not dry_run:
             raise UsageError("say where to write: only a dry run needs no output")
-        how = method or default_method(opened, target)
-        check_method(target, how, statistics, text, bool(limit))
+        if target in DENSE or method is not None:
+            check_method(target, method or "", statistics, text, bool(limit))
+        given = _read(statistics)
+        how = method or default_method(opened, target, given)
+        check_method(target, how, given, text, bool(limit))
         if method is None and how == "weighted" and statistics is None and notify is not None and not dry_run:
             notify(
                 "method weighted: the model is run over a text first, to learn what its weights are multiplied with; oazoo "
@@ -138,17 +142,19 @@ def quantize(
             )
         known: Statistics | None = None
         if how == "weighted" and (limit or not dry_run):
-            known = _statistics(opened, statistics, text, device, progress)
+            known = _statistics(opened, given, text, device, progress)
         feedback: ErrorFeedback | None = None
-        if how == "gptq" and (limit or not dry_run):
-            feedback = _error_feedback(opened, statistics, text, device, progress, bool(limit))
-            stack.callback(feedback.close)
-            known = feedback.statistics
+        # Without covariances to go by, what a tensor becomes depends on what those before it became.
+        along = how == "gptq" and given is None
+        if how == "gptq" and given is not None:
+            known = _statistics(opened, given, None, device, progress)
+            if not known.covariances:
+                raise UsageError(
+                    "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
+                )
         packed: OamSource | None = None
         found: Sensitivity | None = None
         if limit is not None:
-            # What error feedback costs follows from everything packed before; the costs without it rank alike.
-            by = "weighted" if how == "gptq" else how
 
             def pack_all(path: Path) -> None:
                 quantize(
@@ -157,21 +163,26 @@ def quantize(
                     target,
                     keep=keep,
                     q8=q8,
-                    method=by,
-                    statistics=known,
+                    method=how,
+                    statistics=None if along else known,
+                    text=text if along else None,
                     allow_requantize=allow_requantize,
                     allow_nonfinite=allow_nonfinite,
                     progress=progress,
                     device=device,
                 )
 
-            spending = Spending(opened, steps, limit, by, known if statistics is None else statistics)
+            spending = Spending(opened, steps, limit, how, known if given is None else given)
             found, packed = spending.sensitivity(stack, output, pack_all, text, device, progress, notify)
             if isinstance(statistics, (str, Path)):
-                remember(statistics, by, found, notify)
-            packed = packed if by == how else None
+                remember(statistics, how, found, notify)
+            packed = None if along else packed
             request = replace(request, chosen=spending.choose(found))
             steps = plan(opened, request)
+        if how == "gptq" and not dry_run:
+            feedback = _error_feedback(opened, known, text, device, progress)
+            stack.callback(feedback.close)
+            known = feedback.statistics
         entries = [OamEntry(s.name, s.shape, s.target) for s in steps]
         entries += [
             OamEntry(name, t.info.shape, t.info.encoding, "state")
@@ -214,7 +225,7 @@ def _equalized(
     source: str | Path,
     output: str | Path | None,
     to: str | None,
-    given: Statistics | str | Path | None,
+    statistics: Statistics | str | Path | None,
     device: Device | None,
     options: Mapping[str, Any],
 ) -> QuantizeReport:
@@ -222,7 +233,9 @@ def _equalized(
     from oazoo.runtime import get_device
     from oazoo.zoo.equalize import equalize
 
-    method, text, progress = options["method"] or "weighted", options["text"], options["progress"]
+    given = _read(statistics)
+    method = options["method"] or ("gptq" if given is not None and given.covariances else "weighted")
+    text, progress = options["text"], options["progress"]
     if method not in _MEASURED:
         raise UsageError(f"equalizing goes by what columns are multiplied with, which {method} does not mind")
     if output is None:
@@ -245,8 +258,18 @@ def _equalized(
     return replace(report, source=str(source), source_bytes=size)
 
 
-def default_method(source: OamSource, target: str) -> str:
-    """``weighted`` for a model that can run on a text, else ``absmax``; for q8 ``search``; none where nothing is packed.
+def _read(statistics: Statistics | str | Path | None) -> Statistics | None:
+    """Statistics that were given, or are in the file that was."""
+    if isinstance(statistics, (str, Path)):
+        from oazoo.zoo.statistics import load_statistics
+
+        return load_statistics(statistics)
+    return statistics
+
+
+def default_method(source: OamSource, target: str, statistics: Statistics | None = None) -> str:
+    """``gptq`` for statistics with covariances, else ``weighted`` for a model that can run on a text, else ``absmax``; for
+    q8 ``search``; none where nothing is packed.
 
     What 8 bits lose is little, and the few columns that weights favour would take it from all others.
     """
@@ -254,6 +277,8 @@ def default_method(source: OamSource, target: str) -> str:
         return ""
     if target == "q8":
         return "search"
+    if statistics is not None and statistics.covariances:
+        return "gptq"
     return "weighted" if runs_on_text(source) else "absmax"
 
 
@@ -287,19 +312,14 @@ def check_method(
 
 def _statistics(
     source: OamSource,
-    given: Statistics | str | Path | None,
+    given: Statistics | None,
     text: str | None,
     device: Device | None,
     progress: Progress | None,
 ) -> Statistics:
-    """What was given, read; or gathered now by running the model."""
-    from oazoo.zoo.statistics import Statistics, load_statistics
-
-    if isinstance(given, Statistics):
-        found = given
-    elif given is not None:
-        found = load_statistics(given)
-    else:
+    """What was given, or what running the model now gathers."""
+    found = given
+    if found is None:
         from oazoo.zoo.calibrate import calibrate
 
         found = calibrate(source.path, text, device=device, progress=progress)
@@ -313,29 +333,19 @@ def _statistics(
 
 def _error_feedback(
     source: OamSource,
-    given: Statistics | str | Path | None,
+    known: Statistics | None,
     text: str | None,
     device: Device | None,
     progress: Progress | None,
-    measuring: bool,
 ) -> ErrorFeedback:
-    """From covariances that were given, or with the model run along.
-
-    ``measuring``: statistics without covariances may be given, for what they know of costs.
-    """
+    """From covariances that were given, or with the model run along."""
     from oazoo.runtime import get_device
     from oazoo.zoo.error_feedback import ErrorFeedback, dense_statistics
     from oazoo.zoo.load import load
 
     device = device or get_device()
-    if given is not None:
-        known = _statistics(source, given, None, device, progress)
-        if known.covariances:
-            return ErrorFeedback(device, known)
-        if not measuring:
-            raise UsageError(
-                "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
-            )
+    if known is not None:
+        return ErrorFeedback(device, known)
     model = load(source.path, device=device, progress=progress)
     return ErrorFeedback(device, dense_statistics(model, text, progress), model, text, progress)
 

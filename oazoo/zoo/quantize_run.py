@@ -78,6 +78,7 @@ class Work:
     """What packing needs to know of every tensor, and how far it has come."""
 
     packers: Mapping[str, Packer]
+    target: str
     allow_nonfinite: bool
     progress: Progress | None
     total: int
@@ -88,7 +89,9 @@ class Work:
     def weights(self, tensor: SourceTensor, target: str) -> Tensor | None:
         """How much each column's errors count, [inputs], or [experts, inputs] of a stack; None if all count the same."""
         info = tensor.info
-        found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics else None
+        # What 8 bits lose beside 4 is little, and the few columns that weights favour would take it from all others.
+        weighted = self.statistics if target == self.target else None
+        found = weighted.moment(info.name, info.shape[-1]) if weighted else None
         if found is None or not found.mean() > 0:
             return None
         if found.ndim == 2 and (len(info.shape) != 3 or found.shape[0] != info.shape[0]):
@@ -156,7 +159,7 @@ def run(
         for target in sorted({step.target for step in report.tensors if not step.reason})
     }
     tied = statistics is not None and EMBEDDING in statistics.shares
-    work = Work(packers, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
+    work = Work(packers, report.target, allow_nonfinite, progress, report.packed_bytes, statistics, tied)
     taken = {
         step.name: packed[step.name]
         for step in report.tensors

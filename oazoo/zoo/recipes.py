@@ -72,7 +72,7 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe(
             "q4-mixed", "q4", "the most sensitive weights 8 bits: 5.35 bits a weight", Budget.parse("5.35bpw")
         ),
-        Recipe("q4-high", "q4", "more of them: 6.15 bits a weight", Budget.parse("6.15bpw")),
+        Recipe("q4-high", "q4", "more of them: 6.17 bits a weight", Budget.parse("6.17bpw")),
     )
 }
 

@@ -159,3 +159,25 @@ def test_command(dense: Path, statistics: Statistics, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [str(a) for a in arguments])
     assert done.exit_code == 0, done.output
     assert '"method": "gptq"' in done.stdout
+
+
+def test_what_is_chance_is_left_out() -> None:
+    """Inputs that vary alone lose what a short text shows of them together; those that vary together keep theirs, and more
+    of it the longer the text."""
+    rng = np.random.default_rng(1)
+    alone = rng.normal(size=(300, 64)) * rng.gamma(1.0, size=64)
+    together = rng.normal(size=(300, 4)) @ rng.normal(size=(4, 64))
+    for x, tokens, low, high in (
+        (alone, 300, 0.0, 0.05),
+        (together, 300, 0.75, 0.9),
+        (together, 10**6, 0.89, 0.9),
+    ):
+        c = (x.T @ x / len(x)).astype(np.float32)
+        got = error_feedback.drawn(c, tokens)
+        np.testing.assert_array_equal(got.diagonal(), c.diagonal())
+        off = ~np.eye(64, dtype=bool)
+        kept = got[off] / c[off]
+        assert np.ptp(kept) < 1e-4 and low <= kept[0] <= high + 1e-6, (tokens, kept[0])
+    silent = np.zeros((32, 32), np.float32)
+    silent[0, 0] = 2
+    np.testing.assert_array_equal(error_feedback.drawn(silent, 100), silent)

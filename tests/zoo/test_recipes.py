@@ -210,7 +210,7 @@ def test_a_receipt_says_how_a_mix_was_made(dense: Path, tmp_path: Path) -> None:
         receipt = read_receipt(source)
     assert receipt is not None and receipt["matches"] is True and 0 < receipt["kl_mean"] < 9
     made = receipt["made"]
-    assert (made["recipe"], made["budget"], made["method"]) == ("q4-high", "6.15bpw", "weighted")
+    assert (made["recipe"], made["budget"], made["method"]) == ("q4-high", "6.17bpw", "weighted")
     assert made["statistics"]["text_sha256"] == calibrated.text_sha256
     assert made["sensitivity"]["measured"] is True
     assert calibrated.text_sha256 in run("inspect", out).stdout
@@ -224,20 +224,33 @@ def test_sizes_of_files_patterns_and_what_is_too_small(dense: Path, tmp_path: Pa
     report = quantize(
         dense, tmp_path / "o.oam", budget=f"{limit / 1000}kB", statistics=stats, keep=["embed.weight"]
     )
+    assert report.method == "gptq"  # for there are covariances
     assert small < report.output_bytes == (tmp_path / "o.oam").stat().st_size <= limit
     with OamSource(tmp_path / "o.oam") as source:
         assert source["embed.weight"].info.encoding == "f32"  # patterns are stronger
     with pytest.raises(UsageError, match="too small"):
         quantize(dense, None, budget="4.9bpw", dry_run=True)
-    assert "embed.weight" not in load_statistics(stats).sensitivities["weighted"].losses
+    assert "embed.weight" not in load_statistics(stats).sensitivities["gptq"].losses
     planned = quantize(dense, None, recipe="q4-high", dry_run=True, statistics=stats)
-    assert "embed.weight" in load_statistics(stats).sensitivities["weighted"].losses
-    assert planned.recipe == "q4-high" and planned.budget == "6.15bpw"
-    mixed = quantize(dense, tmp_path / "g.oam", budget="6.2bpw", statistics=stats, method="gptq")
+    assert "embed.weight" in load_statistics(stats).sensitivities["gptq"].losses
+    assert planned.recipe == "q4-high" and planned.budget == "6.17bpw"
+    mixed = quantize(dense, tmp_path / "g.oam", budget="6.2bpw", statistics=stats)
     assert mixed.method == "gptq" and bits(tmp_path / "g.oam") <= 6.2
+    plain = {name: tmp_path / f"{name}.oam" for name in ("q4", "q8")}
+    quantize(dense, plain["q4"], "q4", statistics=stats)
+    quantize(dense, plain["q8"], "q8")
+    kinds = set()
     with OamSource(tmp_path / "g.oam") as source:
         source.verify()
         assert source.metadata["quantization"]["method"] == "gptq"
+        # Every tensor is as it is where all are packed: by error feedback to 4 bits, and by plain search to 8.
+        for encoding, path in plain.items():
+            with OamSource(path) as whole:
+                for name, tensor in source.items():
+                    if tensor.info.encoding == encoding:
+                        kinds.add(encoding)
+                        np.testing.assert_array_equal(tensor.raw(), whole[name].raw(), err_msg=name)
+    assert kinds == {"q4", "q8"}
     assert np.isfinite(oazoo.load(tmp_path / "g.oam").logits([1, 2, 3])).all()
     for arguments in ({"recipe": "q5"}, {"recipe": "q4", "to": "q4"}, {"budget": "5bpw", "to": "q8"}, {}):
         with pytest.raises(UsageError):
