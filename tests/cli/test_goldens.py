@@ -26,6 +26,7 @@ REFUSED: dict[tuple[str, str], str] = {
 REFUSED |= {
     (n, o): "GPT-2 has a bias in every linear layer" for n in NOBIAS for o in ("folder", "model.gguf")
 }
+REFUSED |= {(name, "model.onnx"): words for name, words in NOT_ONNX.items()}
 OUTPUTS = ("folder", "one.safetensors", "model.gguf", "model.onnx")
 PACKED = ("Q4_0", "Q8_0")
 
