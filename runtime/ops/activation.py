@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from oazoo.runtime.ops.arithmetic import join_columns
 from oazoo.runtime.ops.common import MAX_ELEMENTS, grid, require, require_dense
 from oazoo.runtime.tape import taped
@@ -48,7 +50,7 @@ def activate_gated(x: Tensor, activation: str = "silu") -> Tensor:
     y = Tensor.empty(x.device, (rows, width))
     require(x.numel <= MAX_ELEMENTS, op, f"{x.numel:,} elements are more than one run can address")
     groups = grid(-(-y.numel // 256))
-    scalars = {"count": y.numel, "width": width, "columns": groups[0]}
+    scalars: dict[str, Any] = {"count": y.numel, "width": width, "columns": groups[0]}
     if y.numel:
         x.device.kernel(f"activate_gated_{activation}").dispatch(groups, {"x": x}, {"y": y}, **scalars)
 

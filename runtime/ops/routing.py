@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from oazoo.runtime.ops.arithmetic import total
 from oazoo.runtime.ops.common import MAX_ELEMENTS, MAX_GROUPS, grid, lanes, require, require_dense
@@ -103,7 +104,7 @@ def route(
     device, name, groups = logits.device, variant or lanes(logits.device), grid(tokens)
     chosen = Tensor.empty(device, (tokens, top), "u32")
     weights, lse = Tensor.empty(device, (tokens, top)), Tensor.empty(device, (tokens,))
-    scalars = {
+    scalars: dict[str, Any] = {
         "tokens": tokens,
         "experts": experts,
         "top": top,
@@ -286,7 +287,7 @@ def router_loss(
     require(groups.offsets is not None, op, "the groups are not sorted")
     require(tokens > 0, op, "there are no tokens")
     device, parts = logits.device, Tensor.empty(logits.device, (experts + 1,))
-    factors = {"balance": balance * experts / (groups.slots * tokens), "z": z / tokens}
+    factors: dict[str, Any] = {"balance": balance * experts / (groups.slots * tokens), "z": z / tokens}
     reads = {"logits": logits, "lse": routing.lse, "offsets": groups.offsets}
     device.kernel("router_loss").dispatch(
         (experts + 1, 1, 1), reads, {"y": parts}, tokens=tokens, experts=experts, **factors

@@ -77,6 +77,17 @@ CONFIGS: dict[str, ModelConfig] = {
             "mlp_bias": True,
         }
     ),
+    "experts": DecoderConfig(
+        **{
+            **SMALL,
+            "num_experts": 5,
+            "experts_per_token": 2,
+            "expert_size": 6,
+            "shared_expert_size": 8,
+            "normalize_experts": False,
+            "dense_layers": (1,),
+        }
+    ),
     "nanogpt": NanoGPTConfig(
         vocab_size=11,
         hidden_size=12,

@@ -52,6 +52,8 @@ def test_hugging_face_weights_return_bit_for_bit(name: str, tmp_path: Path) -> N
         "eos_token_id",
     )  # GPT-2's stand outside this golden's vocabulary, so they were left out
     for key, value in original.items():
+        if value is None or (key, value) == ("sliding_window", 0):
+            continue  # said by leaving it out
         if key in config and not (name == "gpt2" and key in (*ids, "n_inner")):
             if key == "rope_parameters" and name.startswith(("phi3", "gpt_neox")):
                 # Stated in full, where the original leaves out what follows, and a share that gives the same width.

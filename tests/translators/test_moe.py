@@ -294,7 +294,7 @@ def test_the_check_runs_them_as_published(family: str, tmp_path: Path) -> None:
     source = tensors(family, config)
     write_hf(tmp_path / "hf", config, source)
     report = oazoo.convert(tmp_path / "hf", tmp_path / "m.oam", check=True)
-    assert report.check is not None and report.check.passed and report.check.max_difference < 1e-4
+    assert report.check is not None and report.check.passed and report.check.max_difference < 1e-3
     export(tmp_path / "m.oam", tmp_path / "m.gguf")
     report = oazoo.convert(tmp_path / "m.gguf", tmp_path / "again.oam", check=True)
     assert report.check is not None and report.check.passed and report.check.compared

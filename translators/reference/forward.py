@@ -105,7 +105,7 @@ class _Run:
         if "shared_scale" in names:
             roles = ("gate", "up", "down")
             shared = self._mlp({role: names[f"shared_{role}"] for role in roles}, x)
-            y += shared / (1 + np.exp(-self.w.linear(names["shared_scale"], x)))
+            y += shared / (1 + np.exp(-self.w.single(names["shared_scale"], x)))
         return y
 
     def _attention(self, number: int, names: Mapping[str, str], x: Array) -> Array:

@@ -161,7 +161,7 @@ def _qwen_experts(config: Config, names: Mapping[str, str]) -> Experts:
     step, plain = int(_value(config, "decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
     parts = ("gate", "up", "down")
     return Experts(
-        count=int(config["num_experts"]),
+        count=int(_value(config, "num_experts", config.get("num_local_experts"))),
         per_token=int(config["num_experts_per_tok"]),
         normalized=bool(_value(config, "norm_topk_prob", False)),
         names={"router": "mlp.gate"}

@@ -121,6 +121,14 @@ class Weights:
                 result[:, start : start + len(block)] = x @ block.T
         return result
 
+    def single(self, name: str, x: Array) -> Array:
+        """x times the one row of ``name.weight``, which is stored as [1, in] or as [in]: [tokens, 1]."""
+        weight = f"{name}.weight"
+        if weight in self._source and len(self._source[weight].info.shape) == 1:
+            y: Array = x @ self.vector(weight)[:, None]
+            return y
+        return self.product(weight, x)
+
     def linear(self, name: str, x: Array, transposed: bool = False) -> Array:
         """The product with ``name.weight``, and ``name.bias`` added if there is one."""
         y = self.product(f"{name}.weight", x, transposed)
