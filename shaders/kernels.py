@@ -167,28 +167,43 @@ def _training() -> dict[str, KernelSpec]:
 
 #: Widths of the tiles of a state in the recurrence of Mamba-3 on CPU devices.
 MAMBA3_TILES = (16, 32)
-#: Its kernels that reduce within a workgroup: module, then the name and the entry point of each.
+#: Its kernels that reduce within a workgroup: module, then the name and the entry point of each; and those of them that have
+#: a variant for sizes and places that are even, on CPU devices.
 MAMBA3_ROWS = {
-    "operands": {"gains": "gains", "walk": "walk"},
-    "operands_back": {"gains_back": "gainsBack", "walk_back": "walkBack", "fold": "fold"},
+    "operands": {"coefs": "coefs", "gains": "gains", "walk": "walk"},
+    "operands_back": {
+        "gains_back": "gainsBack",
+        "walk_back": "walkBack",
+        "scalars_back": "scalarsBack",
+        "fold": "fold",
+    },
     "gate": {"gate": "gate"},
     "gate_back": {"gate_back": "gateBack"},
     "start": {"start_back": "startBack"},
+    "step": {"step": "step"},
 }
+MAMBA3_EVEN = ("step", "walk", "walk_back", "fold", "gate", "gate_back")
 
 
 def _mamba3() -> dict[str, KernelSpec]:
     """The Mamba-3 block between its two linear layers."""
-    table = {f"mamba3_sweep_lanes_{d}": KernelSpec("mamba3_scan", f"sweepLanes<{d}>") for d in MAMBA3_TILES}
+    table = {
+        f"mamba3_sweep_lanes_{d}{'_one' if one else ''}": KernelSpec("mamba3_scan", f"sweepLanes<{d},{one}>")
+        for d in MAMBA3_TILES
+        for one in (0, 1)
+    }
     table["mamba3_sweep_group"] = KernelSpec("mamba3_scan", "sweepGroup")
     table["mamba3_pass"] = KernelSpec("mamba3_scan", "pass")
     table["mamba3_spread"] = KernelSpec("mamba3_gate", "spread")
     table["mamba3_spread_back"] = KernelSpec("mamba3_gate_back", "spreadBack")
     table["mamba3_start"] = KernelSpec("mamba3_start", "start")
-    for lanes in ("Wave8", "Group32"):
-        for module, entries in MAMBA3_ROWS.items():
-            for entry, kernel in entries.items():
-                table[f"mamba3_{entry}_{lanes.lower()}"] = KernelSpec(f"mamba3_{module}", f"{kernel}{lanes}")
+    for module, entries in MAMBA3_ROWS.items():
+        for name, kernel in entries.items():
+            even = name in MAMBA3_EVEN
+            found = {"wave8": f"{kernel}Wave8{'<Any>' if even else ''}", "group32": f"{kernel}Group32"}
+            found |= {"even": f"{kernel}Wave8<Even>"} if even else {}
+            for variant, entry in found.items():
+                table[f"mamba3_{name}_{variant}"] = KernelSpec(f"mamba3_{module}", entry)
     return table
 
 

@@ -22,6 +22,7 @@ from oazoo.runtime.ops.mamba3 import (
     Mamba3Weights,
     check_states,
     mamba3,
+    mamba3_step,
     new_states,
 )
 from oazoo.runtime.tape import no_grad
@@ -272,7 +273,8 @@ class Mamba3Block(Module):
             f32 like x. It has no gradient.
         """
         with no_grad():
-            return self(x, x.shape[0], states=states, into=states, residual=residual)
+            y = mamba3_step(self.in_proj(x), self.form, self.weights(), states)
+            return self.out_proj(y, residual=residual)
 
 
 def first_dt_bias(

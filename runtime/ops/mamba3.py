@@ -29,7 +29,7 @@ from oazoo.runtime.ops.mamba3_form import (
     state_shapes,
 )
 from oazoo.runtime.ops.mamba3_scan import Scan, divided, parts_of
-from oazoo.runtime.tape import detach, taped
+from oazoo.runtime.tape import detach, no_gradient, taped, taping
 from oazoo.runtime.tensor import Tensor
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Mamba3Weights",
     "check_states",
     "mamba3",
+    "mamba3_step",
     "new_states",
     "state_shapes",
 ]
@@ -115,12 +116,12 @@ def mamba3(
     scan = Scan(p, form, weights, runs, states, variant)
     inputs = (p, *weights.all(), *(states or (None,) * 4))
     if not return_states:
-        y, o = scan.forward(None)
+        y, o = scan.forward(None, taping(*inputs))
         return taped(y, inputs, lambda dy, want: gradients(scan, o, dy, None, want))
     # One tensor of everything, so that one rule goes back from all of it.
     ends = [np.prod(shape, dtype=int).item() for shape in state_shapes(form, runs.sequences)]
     whole = Tensor.empty(p.device, (runs.rows * form.inner + sum(ends),))
-    y, o = scan.forward(whole)
+    y, o = scan.forward(whole, taping(*inputs))
     final = detach(parts_of(whole, form, runs)[2])
 
     def back(dwhole: Tensor, want: Sequence[bool]) -> list[Tensor | None]:
@@ -129,3 +130,23 @@ def mamba3(
 
     y, *found = parts_of(taped(whole, inputs, back), form, runs)
     return y, Mamba3States(*found)
+
+
+def mamba3_step(p: Tensor, form: Mamba3Form, weights: Mamba3Weights, states: Mamba3States) -> Tensor:
+    """One token of each sequence: :func:`mamba3` of a single row each, with ``states`` changed in place.
+
+    Args:
+        p: f32 [batch, form.width].
+        form: sizes and choices.
+        weights: parameters.
+        states: where each sequence stands.
+
+    Returns:
+        f32 [batch, H · P]. It has no gradient.
+    """
+    op = "mamba3_step"
+    require_dense(p, op, "p", "f32", -1, form.width)
+    weights.check(op, form)
+    check_states(op, states, form, p.shape[0])
+    no_gradient(op, p, *weights.all(), *states)
+    return Scan(p, form, weights, divided(p, form, p.shape[0], None), states, None).step()

@@ -15,10 +15,8 @@ from oazoo.runtime.ops.mamba3_scan import (
     PLAIN,
     REVERSE,
     TRANSPOSED,
-    Operands,
     Scan,
     column,
-    stretch,
 )
 from oazoo.runtime.ops.norm import column_sums
 from oazoo.runtime.tensor import Tensor
@@ -55,7 +53,7 @@ class _Back:
         self.block = max(_BLOCK, -(-self.rows // _BLOCKS))
         self.blocks = -(-self.rows // self.block)
         self.dp = Tensor.empty(self.device, (self.rows, scan.form.width))
-        self.work = Operands(scan)
+        self.work = scan.operands()
         self._gate(o, dy)
         self._scan(ends)
         self._operands(ends)
@@ -69,8 +67,8 @@ class _Back:
         spread = form.rank * form.inner
         self.d_o = self.empty(self.rows, form.heads, form.rank, form.head_dim)
         self.products = self.empty(self.rows, form.heads, form.rank, form.rank)
-        self.gate_sums = self.empty(self.blocks, form.heads + form.inner + 2 * spread)
-        self.device.kernel(f"mamba3_gate_back_{lanes(self.device)}").dispatch(
+        self.gate_sums = self.empty(self.blocks, form.inner + 2 * spread + form.heads)
+        self.device.kernel(f"mamba3_gate_back_{self.scan.kind(o, dy)}").dispatch(
             (form.heads, self.blocks, 1),
             {
                 "p": self.scan.p,
@@ -154,7 +152,6 @@ class _Back:
     def _operands(self, ends: tuple[Tensor, Mamba3States] | None) -> None:
         """From queries, keys and coefficients to the columns of the input."""
         form, runs, scan, work = self.form, self.runs, self.scan, self.work
-        kind = lanes(self.device)
         dfinals: Tensor | None = None
         if ends is not None:
             # Where the forward walk has them: θ, keys and x in a row.
@@ -170,17 +167,15 @@ class _Back:
             "dfinals": dfinals,
             "dssm": ends[1].ssm if ends is not None else None,
             "ssm": ends[0] if ends is not None else None,
-            "db": self.db,
         }
-        first = runs.sequences * form.heads * form.num_angles
-        sums = self.empty(first + runs.stretches * form.heads)
-        self.dangle = stretch(sums, 0, (runs.sequences, form.heads, form.num_angles))
-        self.dt_sums = stretch(sums, first, (runs.stretches, form.heads))
+        self.dangle = self.empty(runs.sequences, form.heads, form.num_angles)
+        scalars = self.empty(self.rows, form.heads, 4)
         totals: Tensor | None = None
+        groups = (form.heads, runs.stretches, 1)
 
         def run(name: str, reads: dict[str, Tensor | None], writes: dict[str, Tensor]) -> None:
-            self.device.kernel(f"{name}_{kind}").dispatch(
-                (form.heads, runs.stretches, 1),
+            self.device.kernel(name).dispatch(
+                groups,
                 reads,
                 writes,
                 rows=runs.rows,
@@ -190,17 +185,38 @@ class _Back:
             )
 
         if runs.parts > 1:
-            totals = self.empty(runs.stretches, form.heads, 2 + form.num_angles)
-            unused = {"dp": None, "sums": None}
-            run(
-                "mamba3_gains_back",
-                {**reads, **unused, "work": work.work, "dqk": self.dqk},
-                {"totals": totals},
-            )
+            totals = self.empty(runs.stretches, form.heads, 1 + form.num_angles)
+            unused = {"dp": None, "scalars": None, "sums": None}
+            given = {**reads, **unused, "work": work.work, "dqk": self.dqk}
+            run(f"mamba3_gains_back_{lanes(self.device)}", given, {"totals": totals})
+        kind = scan.kind(work.work)
         run(
-            "mamba3_walk_back",
+            f"mamba3_walk_back_{kind}",
             {**reads, "totals": totals},
-            {"work": work.work, "dqk": self.dqk, "dp": self.dp, "sums": sums},
+            {
+                "work": work.work,
+                "dqk": self.dqk,
+                "dp": self.dp,
+                "scalars": scalars,
+                "sums": self.dangle,
+            },
+        )
+        self.dt_sums = self.empty(runs.stretches, form.heads)
+        self.device.kernel(f"mamba3_scalars_back_{lanes(self.device)}").dispatch(
+            groups,
+            {
+                "p": scan.p,
+                "dt_bias": scan.weights.dt_bias,
+                "form": self.shape,
+                "bounds": runs.bounds,
+                "coefs": work.coefs,
+                "products": self.products,
+                "scalars": scalars,
+                "db": self.db,
+            },
+            {"dp": self.dp, "sums": self.dt_sums},
+            tokens=runs.tokens,
+            chunk=runs.chunk,
         )
         self.norm_sums = self.empty(self.blocks, 2 * form.state_size)
         self.device.kernel(f"mamba3_fold_{kind}").dispatch(
@@ -241,7 +257,7 @@ class _Back:
         add(self.dqk, {"c_bias": keys, "b_bias": keys})
         add(self.norm_sums, {"c_norm": form.state_size, "b_norm": form.state_size})
         add(self.dt_sums, {"dt_bias": form.heads})
-        add(self.gate_sums, {"d": form.heads, "norm": form.inner, "mimo_z": spread, "mimo_o": spread})
+        add(self.gate_sums, {"norm": form.inner, "mimo_z": spread, "mimo_o": spread, "d": form.heads})
         add(self.mimo_sums, {"mimo_x": spread})
         shaped: list[Tensor | None] = [self.dp if want[0] else None]
         for name in names:

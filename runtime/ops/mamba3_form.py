@@ -85,7 +85,7 @@ class Mamba3Form:
     @property
     def coefficients(self) -> int:
         """Numbers that the recurrence needs for a token and head."""
-        return 3 + 2 * self.rank**2
+        return 4 + 2 * self.rank**2
 
     def words(self) -> list[int]:
         """The form as kernels read it."""

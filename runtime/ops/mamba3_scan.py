@@ -18,6 +18,8 @@ from oazoo.shaders.kernels import MAMBA3_TILES
 #: Shortest stretch that a sequence is cut into, and how many walks a device has work for side by side.
 _LEAST_CHUNK = 64
 _WALKS = {True: 8, False: 2048}
+#: Operands up to this size are kept for the way back: making them again takes longer than they are worth.
+_KEPT_BYTES = 16 << 20
 REVERSE, DIAGONAL, PLAIN, TRANSPOSED = 1, 2, 4, 8
 
 
@@ -99,13 +101,18 @@ class Scan:
     runs: Runs
     states: Mamba3States | None
     variant: str | None
+    #: Operands that the way back need not make again.
+    kept: Operands | None = None
 
     @property
     def device(self) -> Device:
         return self.p.device
 
-    def forward(self, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The result [rows, H P], and what it was before norm and gate [rows, H, R, P]; final states go into ``whole``."""
+    def forward(self, whole: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+        """The result [rows, H P], and what it was before norm and gate [rows, H, R, P]; final states go into ``whole``.
+
+        ``keep``: a way back will follow, which small operands are kept for.
+        """
         form, runs = self.form, self.runs
         finals = ssm = None
         y_shape = (runs.rows, form.inner)
@@ -114,6 +121,8 @@ class Scan:
             ends = angle.numel + k.numel + v.numel
             finals = Tensor(self.device, (ends,), "f32", whole.memory, angle.offset)
         work = Operands(self, finals)
+        if keep and work.work.nbytes <= _KEPT_BYTES:
+            self.kept = work
         plain = form.rank == 1 and not form.output_norm and not form.gated and self.weights.mimo_o is None
         if whole is None:
             y = Tensor.empty(self.device, y_shape)
@@ -133,6 +142,41 @@ class Scan:
         if not plain:
             self.gate(o, y)
         return y, o
+
+    def step(self) -> Tensor:
+        """The result for one token a sequence, [batch, H P]; the states are changed in place."""
+        form, states, weights = self.form, self.states, self.weights
+        assert states is not None
+        batch = self.runs.rows
+        work = Tensor.empty(self.device, (batch, form.heads, 2, form.rank, form.state_size))
+        o = Tensor.empty(self.device, (batch, form.heads, form.rank, form.head_dim))
+        self.device.kernel(f"mamba3_step_{self.kind(work, *states)}").dispatch(
+            (form.heads, batch, 1),
+            {
+                "p": self.p,
+                "dt_bias": weights.dt_bias,
+                "b_norm": weights.b_norm,
+                "c_norm": weights.c_norm,
+                "b_bias": weights.b_bias,
+                "c_bias": weights.c_bias,
+                "d": weights.d,
+                "mimo_x": weights.mimo_x,
+                "form": form_of(self.device, form),
+                **({} if states.angle.numel else {"angle": None}),
+            },
+            {
+                **({"angle": states.angle} if states.angle.numel else {}),
+                "ssm": states.ssm,
+                "k": states.k,
+                "v": states.v,
+                "work": work,
+                "o": o,
+            },
+            work=4 * batch * form.rank * form.inner * form.state_size,
+        )
+        y = Tensor.empty(self.device, (batch, form.inner))
+        self.gate(o, y)
+        return y
 
     def values(self) -> tuple[Tensor, int]:
         """x of each rank, and the stride of its rows."""
@@ -175,11 +219,26 @@ class Scan:
         )
         return y
 
+    def kind(self, *tensors: Tensor) -> str:
+        """How rows are worked on: ``even`` on CPU devices where all lies at even places, else ``wave8`` or ``group32``."""
+        form = self.form
+        even = eight_lanes(self.device) and not form.half_pairs and not form.width % 2
+        even = even and not form.state_size % 2 and not form.head_dim % 2
+        given = (self.p, *tensors, *(t for t in self.weights.all() if t is not None))
+        return "even" if even and all(t.address % 8 == 0 for t in given) else lanes(self.device)
+
+    def operands(self, finals: Tensor | None = None) -> Operands:
+        """What the recurrence works on, made anew or kept."""
+        found, self.kept = self.kept, None
+        return found if found is not None else Operands(self, finals)
+
     def gate(self, o: Tensor, y: Tensor) -> None:
         """Norm, gate, and the sum over ranks."""
         count = self.runs.rows * self.form.heads
-        groups = grid(count)
-        self.device.kernel(f"mamba3_gate_{lanes(self.device)}").dispatch(
+        # Processors gain nothing from many small workgroups, and each costs them a little.
+        block = max(1, min(16, count // 64)) if eight_lanes(self.device) else 1
+        groups = grid(-(-count // block))
+        self.device.kernel(f"mamba3_gate_{self.kind(o, y)}").dispatch(
             groups,
             {
                 "p": self.p,
@@ -192,6 +251,7 @@ class Scan:
             {"y": y},
             count=count,
             columns=groups[0],
+            block=block,
         )
 
     def sweep(
@@ -244,8 +304,9 @@ class Scan:
         flags: int,
     ) -> None:
         form, runs, (a, b) = self.form, self.runs, sizes
-        fast = b % MAMBA3_TILES[0] == 0 and eight_lanes(self.device)
-        fast = fast and all(t.address % 8 == 0 and stride % 2 == 0 for t, stride in (read, value))
+        fast = b % MAMBA3_TILES[0] == 0 and a % 2 == 0 and eight_lanes(self.device)
+        places = [read, drive, value, (work.coefs, 0), *([] if out is None else [out])]
+        fast = fast and all(t.address % 8 == 0 and stride % 2 == 0 for t, stride in places)
         variant = self.variant or ("lanes" if fast else "group")
         require(
             variant in ("lanes", "group"),
@@ -254,7 +315,7 @@ class Scan:
         )
         if variant == "lanes" and fast:
             tile = max(d for d in MAMBA3_TILES if b % d == 0)
-            name, across = f"mamba3_sweep_lanes_{tile}", -(-a // 8)
+            name, across = f"mamba3_sweep_lanes_{tile}{'_one' if form.rank == 1 else ''}", -(-a // 16)
         else:
             name, across = "mamba3_sweep_group", -(-a // 64)
         writes = {"out": out[0]} if out is not None else {}
@@ -325,9 +386,9 @@ class Operands:
         }
 
         def run(name: str, reads: dict[str, Tensor | None], writes: dict[str, Tensor]) -> None:
-            device.kernel(f"{name}_{lanes(device)}").dispatch(
+            device.kernel(name).dispatch(
                 (form.heads, runs.stretches, 1),
-                reads,
+                {name: tensor for name, tensor in reads.items() if name not in writes},
                 writes,
                 rows=runs.rows,
                 sequences=runs.sequences,
@@ -335,8 +396,14 @@ class Operands:
                 chunk=runs.chunk,
             )
 
+        unused: dict[str, Tensor | None] = {"totals": None, "finals": None}
+        writes = {"work": self.work}
         if runs.parts > 1:
             self.totals = Tensor.empty(device, (runs.stretches, form.heads, 1 + form.num_angles))
-            run("mamba3_gains", {**reads, "work": None, "finals": None}, {"totals": self.totals})
-        reads |= {"totals": self.totals} | ({} if finals is not None else {"finals": None})
-        run("mamba3_walk", reads, {"work": self.work} | ({} if finals is None else {"finals": finals}))
+            writes["totals"] = self.totals
+        run(f"mamba3_coefs_{lanes(device)}", {**reads, **unused}, writes)
+        if self.totals is not None and form.num_angles:
+            given = {**reads, **unused, "work": self.work}
+            run(f"mamba3_gains_{lanes(device)}", given, {"totals": self.totals})
+        writes = {"work": self.work} | ({} if finals is None else {"finals": finals})
+        run(f"mamba3_walk_{scan.kind(self.work)}", {**reads, **unused, "totals": self.totals}, writes)

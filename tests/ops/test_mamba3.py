@@ -20,14 +20,22 @@ from mamba3_goldens import (
     tensor,
     weights_of,
 )
-from mamba3_reference import F64, block
+from mamba3_reference import F64, block, circular
 from oa_goldens import close, on_device
 
 from oazoo.errors import DeviceError
 from oazoo.runtime import Tensor, get_device
 from oazoo.runtime.ops.arithmetic import join_columns, multiply, reshaped, total
 from oazoo.runtime.ops.elementwise import add
-from oazoo.runtime.ops.mamba3 import Mamba3Form, Mamba3States, Mamba3Weights, mamba3, new_states, state_shapes
+from oazoo.runtime.ops.mamba3 import (
+    Mamba3Form,
+    Mamba3States,
+    Mamba3Weights,
+    mamba3,
+    mamba3_step,
+    new_states,
+    state_shapes,
+)
 from oazoo.runtime.tape import GradientTape
 
 
@@ -220,6 +228,26 @@ def test_against_the_recurrence(name: str, resumed: bool, chunk: int | None) -> 
         assert abs((share * v).sum() - slope) <= 1e-3 * np.linalg.norm(share) + 1e-6, (index, slope)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", FORMS)
+def test_single_steps(name: str) -> None:
+    """Token by token, states changing in place, is what the recurrence gives for all of them."""
+    form, names, inputs, _, _ = case(name, True)
+    weights = dict(zip(names, inputs[1:], strict=False))
+    states = inputs[1 + len(names) :]
+    given = Mamba3Weights(**{n: on_device(v) for n, v in weights.items()})
+    held = Mamba3States(*(on_device(state) for state in states))
+    rows = inputs[0].reshape(2, 5, -1)
+    found = [mamba3_step(on_device(np.ascontiguousarray(rows[:, t])), form, given, held) for t in range(5)]
+    exact = {n: v.astype(np.float64) for n, v in weights.items()}
+    before = tuple(state.astype(np.float64) for state in states)
+    wanted, final = block(inputs[0].astype(np.float64), form, 2, exact, before)
+    close(np.stack([y.numpy() for y in found], axis=1), wanted)
+    assert circular(held.angle.numpy(), final[0]) <= 1e-4
+    for mine, theirs in zip(held[1:], final[1:], strict=True):
+        close(mine, theirs)
+
+
 def wide(tokens: int) -> tuple[Mamba3Form, Mamba3Weights, np.ndarray[Any, np.dtype[np.float32]]]:
     form = Mamba3Form(heads=2, head_dim=32, state_size=48, num_groups=1, num_angles=12)
     rng = np.random.default_rng(11)
@@ -324,6 +352,14 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
     options = {key: change[key] for key in ("chunk", "variant") if key in change}
     with pytest.raises(DeviceError, match=message):
         mamba3(p, form, weights, change.get("batch", 1), states=states, **options)
+
+
+def test_a_step_has_no_gradient() -> None:
+    form = Mamba3Form(heads=2, head_dim=4, state_size=8, num_angles=2)
+    weights = Mamba3Weights(**{n: on_device(v, grad=True) for n, v in parameters(form, False).items()})
+    p = on_device(np.zeros((3, form.width), np.float32))
+    with GradientTape(), pytest.raises(DeviceError, match="mamba3_step has no gradient"):
+        mamba3_step(p, form, weights, new_states(get_device(), form, 3))
 
 
 def test_forms_that_do_not_fit() -> None:
