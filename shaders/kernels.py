@@ -90,6 +90,39 @@ def _products() -> dict[str, KernelSpec]:
     return table
 
 
+def _experts() -> dict[str, KernelSpec]:
+    """Mixtures of experts: routing, and products in which every row has a weight of its own out of a stack."""
+    table: dict[str, KernelSpec] = {}
+    for encoding, weight in WEIGHTS.items():
+        columns = CODED_COLUMNS if encoding in ("q8", "q4") else COLUMNS
+        for form in ("linear", "gated"):
+            name = f"grouped_{form}"
+            table[f"{name}_lanes8_{encoding}"] = KernelSpec("grouped_lanes", f"{form}<{weight},{COLUMNS}>")
+            table[f"{name}_lanes1_{encoding}"] = KernelSpec("grouped_lanes", f"{form}Few<{weight},{columns}>")
+            table[f"{name}_few_{encoding}"] = KernelSpec("grouped_few", f"{form}<{weight}>")
+            table[f"{name}_tile_{encoding}"] = KernelSpec("grouped_tile", f"{form}<{weight}>")
+        table[f"grouped_inputs_tile_{encoding}"] = KernelSpec("grouped_tile", f"inputs<{weight}>")
+        if encoding != "f32":
+            table[f"grouped_inputs_lanes_{encoding}"] = KernelSpec("grouped_lanes", f"inputsOf<{weight}>")
+    for columns in PRODUCT_COLUMNS:
+        table[f"grouped_inputs_lanes{columns}"] = KernelSpec("grouped_lanes", f"inputs<{columns}>")
+        table[f"grouped_weights_lanes{columns}"] = KernelSpec("grouped_lanes", f"weightsOf<{columns}>")
+    table["grouped_weights_tile"] = KernelSpec("grouped_tile", "weightsOf")
+    for lanes in ("Wave8", "Group32"):
+        name = lanes.lower()
+        table[f"route_{name}"] = KernelSpec("routing", f"route{lanes}")
+        table[f"route_back_{name}"] = KernelSpec("routing", f"routeBack{lanes}")
+        table[f"sort_experts_{name}"] = KernelSpec("routing", f"sort{lanes}")
+        table[f"combine_back_{name}"] = KernelSpec("routing", f"combineBack{lanes}")
+        table[f"router_loss_back_{name}"] = KernelSpec("routing_more", f"lossBack{lanes}")
+    table["combine"] = KernelSpec("routing", "combine")
+    for name, entry in (("router_loss", "loss"), ("add_loads", "addLoads"), ("balance", "balance")):
+        table[name] = KernelSpec("routing_more", entry)
+    for name, entry in (("expert_squares", "squares"), ("spread", "spread"), ("spread_back", "spreadBack")):
+        table[name] = KernelSpec("routing_more", entry)
+    return table
+
+
 #: Functions of one number (unary.slang), by the name of their op.
 UNARY = {
     "relu": "Relu",
@@ -182,6 +215,7 @@ def _training() -> dict[str, KernelSpec]:
 KERNELS: dict[str, KernelSpec] = {
     **_training(),
     **_products(),
+    **_experts(),
     **_rows(),
     "add_f32": KernelSpec("elementwise", "add"),
     **{

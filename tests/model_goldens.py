@@ -22,9 +22,18 @@ HF = (
     "phi3_longrope",
     "gpt_neox",
     "gpt_neox_serial",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
 )
 #: What llama.cpp's fixed rules for an architecture cannot express, and the words that say so.
-NOT_GGUF = {"gemma3": "scales scores by 16\\^-0.5", "gpt_neox_serial": "a head of its own"}
+NOT_GGUF = {
+    "gemma3": "scales scores by 16\\^-0.5",
+    "gpt_neox_serial": "a head of its own",
+    "qwen2_moe": "all its layers have experts",
+}
+#: And what no graph of ours expresses.
+NOT_ONNX = dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), "layers with a mixture of experts")
 ONNX = tuple(
     f"{name}/{file}"
     for name in ("nanogpt_script", "nanogpt_nobias_script", "nanogpt_dynamo")

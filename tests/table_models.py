@@ -116,10 +116,10 @@ ROWS: dict[str, Row] = {
     "GPT-2": _golden("gpt2"),
     "NanoGPT": _golden("nanogpt_script/ckpt.pt", "nanogpt_script/model.onnx", "nanogpt_dynamo/model.onnx"),
     "NanoGPT without biases": _golden("nanogpt_nobias_script/ckpt.pt", "nanogpt_nobias_script/model.onnx"),
-    "Mixtral (weights)": _experts("mixtral"),
-    "Qwen2-MoE (weights)": _experts("qwen2"),
-    "Qwen3-MoE (weights)": _experts("qwen3"),
-    "Qwen3-MoE, some layers without experts (weights)": _experts("qwen3", mlp_only_layers=[1]),
+    "Mixtral": _experts("mixtral"),
+    "Qwen2-MoE": _experts("qwen2"),
+    "Qwen3-MoE": _experts("qwen3"),
+    "Qwen3-MoE, some layers without experts": _experts("qwen3", mlp_only_layers=[1]),
     "Mamba, logarithm of the decay (weights)": Row(
         lambda folder: write_hf(folder, mamba_models.HF, mamba_models.tensors())
     ),

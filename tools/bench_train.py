@@ -1,8 +1,9 @@
 """`make bench-train`: how long a step of training takes, ours captured beside PyTorch's on the processor, paired.
 
-    python tools/bench_train.py [--torch PYTHON] [--rounds 7] [--profile] [tiny|gpt …]
+    python tools/bench_train.py [--torch PYTHON] [--rounds 7] [--profile] [tiny|gpt|moe …]
 
-Two models: `tiny`, OA's byte Transformer (25,760 parameters, 64 sequences of 16), and `gpt` (3.3 million, 16 of 128). Both
+Two models: `tiny`, OA's byte Transformer (25,760 parameters, 64 sequences of 16), and `gpt` (3.3 million, 16 of 128). And
+`moe`, OA's byte Transformer with experts (4 of width 16, 2 a token) beside that without, as modules, without PyTorch. Two
 take turns, a few steps each, so that whatever else a machine does falls on both; told are the medians and the best of all
 steps. `--torch` names a Python that has PyTorch; without one, ours is measured alone. OA 0.8.6 takes 150 ms for a step of
 `tiny` on the software device of the machine on which PyTorch takes 4 ms.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from op_transformer import Sizes, Transformer
 
+from oazoo.configs import TransformerConfig
+from oazoo.models.transformer import Transformer as Model
 from oazoo.runtime import get_device
 from oazoo.training import AdamW, TrainingStep
+from oazoo.training.language import summed_loss
 
 TORCH = """
 import sys, time, torch, torch.nn as nn, torch.nn.functional as F
@@ -120,6 +125,57 @@ class Ours:
         )
 
 
+class Modules:
+    """The captured step of a model of OA's, as `oazoo train` runs it."""
+
+    def __init__(self, config: TransformerConfig, rows: int = 64) -> None:
+        self.model = Model(config, get_device())
+        self.model.initialize(get_device(), 0).train()
+        self.step = self._new(captured=True)
+        rng = np.random.default_rng(0)
+        shape = rows, config.max_positions
+        tokens = [rng.integers(0, config.vocab_size, shape).astype(np.int32) for _ in range(2)]
+        self.batch = [*tokens, np.full(shape, 1 / tokens[0].size, np.float32)]
+        self.times(1)
+
+    def _new(self, *, captured: bool) -> TrainingStep:
+        loss = partial(summed_loss, self.model)
+        return TrainingStep(loss, AdamW(self.model.named_parameters(), 1e-3), captured=captured, kept=4096)
+
+    times = Ours.times
+
+    def profile(self) -> None:
+        """What each kernel takes when it runs alone, of one eager step: the least of five."""
+        step, best = self._new(captured=False), dict[str, tuple[float, int]]()
+        for _ in range(5):
+            with get_device().profile() as found:
+                step(*self.batch)
+            for name, times in found.items():
+                best[name] = min(best.get(name, (1e9, 0)), (sum(times), len(times)))
+        for name, (seconds, count) in sorted(best.items(), key=lambda item: -item[1][0]):
+            print(f"    {name:32} {count:4} {1e3 * seconds:10.2f} ms")
+
+
+def mixture(rounds: int, profiled: bool) -> None:
+    """A step with experts beside one without, in turns."""
+    dense = Modules(TransformerConfig.byte_transformer())
+    sparse = Modules(TransformerConfig.byte_moe_transformer())
+    print("moe: 64 × 16; at most 1.3 times the step without experts")
+    print(f"  {sparse.step.commands} commands, without experts {dense.step.commands}")
+    found: dict[str, list[float]] = {"experts": [], "without": []}
+    ratios = []
+    for _ in range(rounds):
+        one, other = sparse.times(20), dense.times(20)
+        found["experts"] += one
+        found["without"] += other
+        ratios.append(min(one) / min(other))
+    for name, times in found.items():
+        print(f"  {told(name, times)}")
+    print(f"  {statistics.median(ratios):.2f} times as long")
+    if profiled:
+        sparse.profile()
+
+
 class Torch:
     """PyTorch's step, in a process of its own that waits between turns."""
 
@@ -161,13 +217,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", choices=[[], *CASES], help="which models; both if none is named")
+    parser.add_argument(
+        "models", nargs="*", choices=[[], *CASES, "moe"], help="which models; tiny and gpt if none is named"
+    )
     parser.add_argument("--torch", help="a Python that has PyTorch")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="also what each kernel takes")
     options = parser.parse_args()
     print(f"on {get_device().info.name}")
     for name in options.models or CASES:
+        if name == "moe":
+            mixture(options.rounds, options.profile)
+            continue
         case = CASES[name]
         ours = Ours(case)
         parameters = sum(t.numel for t in ours.model.tensors)

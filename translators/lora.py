@@ -27,6 +27,8 @@ Rows = npt.NDArray[np.int64]
 
 #: Matrices that are looked up, or convolve, and multiply nothing.
 _NOT_LINEAR = ("embed", "positions", "conv")
+#: What decides which expert a token goes to: adapted only where it is named.
+_ROUTERS = ("router", "shared_gate")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def choose_layers(
     Args:
         config: the model.
         targets: names, ends of names (``attn.q``), shell-style patterns, or ends of the published model's names
-            (``q_proj``); without any, all linear layers but the head.
+            (``q_proj``); without any, all linear layers but the head and the routers of experts.
         places: for the last of these, from :func:`lora_map`.
 
     Raises:
@@ -92,7 +94,7 @@ def choose_layers(
     """
     layers = list(linear_layers(config))
     if not targets:
-        return [name for name in layers if name != "head"]
+        return [name for name in layers if name != "head" and name.rpartition(".")[2] not in _ROUTERS]
     chosen: set[str] = set()
     for target in targets:
         fitting = {name for name in layers if _fits(name, target)}

@@ -59,7 +59,6 @@ _GGUF = {
     "moe.shared_gate": "ffn_gate_inp_shexp",
 }
 _GGUF_IGNORED = (Ignored(r"rope_freqs\.weight", "rotary frequency factors: carried in the config"),)
-_NOTE = "the weights are kept; running a mixture of experts is not there yet"
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------
@@ -105,7 +104,6 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
     layers = settings.integer("num_hidden_layers")
     if "head_dim" not in settings and (heads <= 0 or hidden % heads):
         raise TranslationError(f"{settings.where}: hidden_size {hidden} does not divide into {heads} heads")
-    notes = [_NOTE]
     theta, scaling = hf_rope(settings, 1e6 if arch == MIXTRAL else 10000.0)
     counts = [settings.integer(key) for key in ("num_experts", "num_local_experts") if key in settings]
     if not counts:
@@ -146,7 +144,7 @@ def _translate_hf(checkpoint: Checkpoint) -> Translation:
             f"{len(source)} tensors"
         )
     rules = hf_rules(config, arch == MIXTRAL, lambda number: int(number) in joined)
-    return Translation(config, rules, [*HF_IGNORED, *ignored], notes, equal)
+    return Translation(config, rules, [*HF_IGNORED, *ignored], [], equal)
 
 
 def _hf_window(settings: Settings, arch: str) -> int | None:
@@ -254,7 +252,7 @@ def translate_gguf(checkpoint: Checkpoint) -> Translation:
         normalize_experts=meta.boolean(at + "expert_weights_norm", arch != "qwen2moe"),
         dense_layers=dense or None,
     )
-    return Translation(config, gguf_rules(config, arch, source), _GGUF_IGNORED, [_NOTE])
+    return Translation(config, gguf_rules(config, arch, source), _GGUF_IGNORED, [])
 
 
 def _translate(checkpoint: Checkpoint) -> Translation:
@@ -264,7 +262,7 @@ def _translate(checkpoint: Checkpoint) -> Translation:
 TRANSLATORS = (
     Translator(
         "moe",
-        "Mixtral, Qwen2-MoE, Qwen3-MoE (weights)",
+        "Mixtral, Qwen2-MoE, Qwen3-MoE",
         ("gguf:qwen2moe", "gguf:qwen3moe", f"hf:{MIXTRAL}", f"hf:{QWEN2}", f"hf:{QWEN3}"),
         _translate,
     ),

@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     help="What dense tensors become. keep: quantised ones stay packed where that loses nothing, else f16.",
 )
 @click.option(
+    "--experts-per-token",
+    type=int,
+    help="Experts that a token goes to, of a checkpoint that OA wrote, if it has any.",
+)
+@click.option(
     "--heads",
     type=int,
     help="Attention heads of a checkpoint whose file does not tell: one that OA wrote, DiT, SiT.",
@@ -74,6 +79,7 @@ def command(
     map_file: Path | None,
     dtype: str,
     heads: int | None,
+    experts_per_token: int | None,
     no_tokenizer: bool,
     dry_run: bool,
     check: bool,
@@ -99,7 +105,9 @@ def command(
     if output is not None:
         check_output(output, overwrite=force)
     if _is_oa(source):
-        return _convert_oa(Path(source), output, heads, force, as_json)
+        return _convert_oa(Path(source), output, heads, experts_per_token, force, as_json)
+    if experts_per_token is not None:
+        raise click.UsageError("--experts-per-token is for checkpoints that OA wrote")
     if dry_run:
         with (
             progress_bar() as progress,
@@ -216,14 +224,21 @@ def _is_oa(source: str) -> bool:
         return isinstance(opened, OamSource) and is_oa(opened)
 
 
-def _convert_oa(path: Path, output: Path | None, heads: int | None, force: bool, as_json: bool) -> int:
+def _convert_oa(
+    path: Path,
+    output: Path | None,
+    heads: int | None,
+    experts_per_token: int | None,
+    force: bool,
+    as_json: bool,
+) -> int:
     from oazoo.zoo.oa_checkpoint import import_oa
 
     if output is None:
         raise click.UsageError(
             "a checkpoint that OA wrote has no plan to show; say where to write: -o OUT.oam"
         )
-    config = import_oa(path, output, heads=heads, overwrite=force)
+    config = import_oa(path, output, heads=heads, experts_per_token=experts_per_token, overwrite=force)
     if as_json:
         emit_json({"output": str(output), "family": config.family, "model": config.to_json()})
     else:

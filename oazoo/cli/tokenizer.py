@@ -22,7 +22,11 @@ from oazoo.cli.common import (
 )
 from oazoo.errors import UsageError
 
-KINDS = {"bpe": "byte-level BPE (tokenizer.json)", "oa-bpe": "oa_bpe_v1"}
+KINDS = {
+    "bpe": "byte-level BPE (tokenizer.json)",
+    "oa-bpe": "oa_bpe_v1",
+    "char": "characters (oazoo_char_v1)",
+}
 
 
 @click.group()
@@ -42,17 +46,16 @@ def command() -> None:
 )
 @click.option(
     "--vocab-size",
-    required=True,
     type=int,
     metavar="N",
-    help="Tokens in all; fewer when the text has no more pairs.",
+    help="Tokens in all; fewer when the text has no more pairs. Not for char: there the text says how many.",
 )
 @click.option(
     "--kind",
     type=click.Choice(list(KINDS)),
     default="bpe",
     show_default=True,
-    help="bpe: a tokenizer.json. oa-bpe: OA's vocabulary file, merges over raw bytes.",
+    help="bpe: a tokenizer.json. oa-bpe: OA's vocabulary file, merges over raw bytes. char: every character of the text.",
 )
 @click.option(
     "--special",
@@ -69,7 +72,7 @@ def command() -> None:
 @quiet_option
 def train(
     data: tuple[str, ...],
-    vocab_size: int,
+    vocab_size: int | None,
     kind: str,
     specials: tuple[str, ...],
     output: Path,
@@ -79,15 +82,18 @@ def train(
     """Learn a vocabulary from text.
 
     The same text gives the same file. With bpe, text is split into words first; with oa-bpe, merges run over the bytes of
-    whole files as they are.
+    whole files as they are; with char, each character that occurs is a token.
     """
     from oazoo.formats.atomic import check_output, write_atomically
+    from oazoo.text.characters import CharacterTokenizer
     from oazoo.text.files import EXAMPLE_SUFFIXES, TEXT_SUFFIXES, data_files, vocabulary_texts
     from oazoo.text.oa_bpe import OaBpeTokenizer
     from oazoo.text.train import END_OF_TEXT, tokenizer_from_file, train_byte_level
 
     if specials and kind != "bpe":
-        raise UsageError("--special is for --kind bpe: an oa_bpe_v1 vocabulary has no control tokens")
+        raise UsageError("--special is for --kind bpe: the others have no control tokens")
+    if (vocab_size is None) != (kind == "char"):
+        raise UsageError("--vocab-size is for --kind bpe and oa-bpe, which need it")
     files = data_files(data, suffixes=(*TEXT_SUFFIXES, *EXAMPLE_SUFFIXES))
     check_output(output, overwrite=force)
     start = time.perf_counter()
@@ -99,7 +105,9 @@ def train(
             size += len(piece.encode("utf-8"))
             yield piece
 
-    if kind == "bpe":
+    if vocab_size is None:
+        made = CharacterTokenizer.train(pieces()).to_bytes()
+    elif kind == "bpe":
         made = train_byte_level(pieces(), vocab_size, special_tokens=specials or (END_OF_TEXT,))
     else:
         made = OaBpeTokenizer.train(pieces(), vocab_size).to_bytes()
@@ -123,7 +131,7 @@ def train(
         f"{output}: {KINDS[kind]} of {tokenizer.vocab_size:,} tokens, learned from {format_bytes(size)} of text in "
         f"{format_duration(seconds)}"
     )
-    if tokenizer.vocab_size < vocab_size:
+    if vocab_size is not None and tokenizer.vocab_size < vocab_size:
         say(f"the text has no more pairs to merge: {vocab_size:,} tokens were asked for")
 
 
@@ -146,8 +154,8 @@ _tokenizer_argument = click.argument("tokenizer", metavar="TOKENIZER")
 def encode(tokenizer: str, text: str | None, text_file: Path | None, no_special: bool, as_json: bool) -> None:
     """Print the token ids of TEXT.
 
-    TOKENIZER is a tokenizer.json, an oa_bpe_v1 vocabulary, an .oam model, or 'bytes'. What the tokenizer puts around a text,
-    such as a beginning token, is included.
+    TOKENIZER is a tokenizer.json, an oa_bpe_v1 or oazoo_char_v1 vocabulary, an .oam model, or 'bytes'. What the tokenizer
+    puts around a text, such as a beginning token, is included.
     """
     from oazoo.zoo.tokenizers import load_tokenizer
 

@@ -79,6 +79,7 @@ class ChatSession:
         reused = self._common_prefix(ids)
         if reused < session.position:
             session.truncate(reused)
+            reused = session.position  # a model with a running state may have gone back further
         self._busy = True
         self.messages = messages
         stream = self.model.run(
@@ -106,10 +107,12 @@ class ChatSession:
         if self._session is not None and tokens <= self._capacity:
             return self._session
         self._drop()
-        room = _LEAST_ROOM
+        longest = self.model.model.max_positions
+        # Where more room costs no memory, all of it is taken at once: a new session would read everything again.
+        room = longest if getattr(self.model.model, "constant_state", False) else _LEAST_ROOM
         while room < tokens:
             room *= 2
-        self._capacity = min(room, self.model.model.max_positions)
+        self._capacity = min(room, longest)
         self._session = self.model.model.new_session(self._capacity)
         return self._session
 

@@ -31,7 +31,10 @@ class Session(Protocol):
         ...
 
     def truncate(self, position: int) -> None:
-        """Forget everything from ``position`` on (0 ≤ position ≤ the current one)."""
+        """Forget everything from ``position`` on (0 ≤ position ≤ the current one).
+
+        A model that cannot go back to every place goes back further; :attr:`position` tells where it is then.
+        """
         ...
 
     def close(self) -> None:

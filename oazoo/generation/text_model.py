@@ -14,23 +14,16 @@ from oazoo.generation.engine import TextStream
 from oazoo.generation.protocol import LanguageModel, Session
 from oazoo.generation.result import GenerationResult, Timings
 from oazoo.generation.sampling import Sampler, SamplingSettings
-from oazoo.text import BaseTokenizer, ChatTemplate, OaBpeTokenizer, StreamDecoder, Tokenizer
+from oazoo.text import BaseTokenizer, ChatTemplate, StreamDecoder
 from oazoo.text.chat import ROLES, check_messages
-from oazoo.text.oa_bpe import ASSET as OA_BPE_ASSET
 from oazoo.text.plain import PlainText
 from oazoo.text.streaming import ByteStreamDecoder
+from oazoo.text.vocabulary import listed_ids, tokenizer_of
 
 #: Length limit of an answer when none is asked for.
 DEFAULT_MAX_TOKENS = 512
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-def _listed_ids(ids: Any) -> Sequence[Any]:
-    """The end tokens as a list, which a file may give as one id, as a list, or not at all."""
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (list, tuple, set, frozenset)) else (ids,)
 
 
 def _array(ids: npt.ArrayLike) -> npt.NDArray[Any]:
@@ -39,18 +32,6 @@ def _array(ids: npt.ArrayLike) -> npt.NDArray[Any]:
         return np.asarray(ids)
     except ValueError:
         raise UsageError("token ids must be a list, or rows of equal lengths") from None
-
-
-def tokenizer_of(assets: Mapping[str, bytes], settings: Mapping[str, Any]) -> BaseTokenizer | None:
-    """The tokenizer that a model file carries, or None; see :meth:`TextModel.from_assets`."""
-    if "tokenizer.json" in assets:
-        return Tokenizer(
-            assets["tokenizer.json"],
-            bos_id=settings.get("bos_id"),
-            eos_ids=_listed_ids(settings.get("eos_ids")),
-            add_bos=settings.get("add_bos"),
-        )
-    return OaBpeTokenizer.from_bytes(assets[OA_BPE_ASSET]) if OA_BPE_ASSET in assets else None
 
 
 class TextModel:
@@ -82,7 +63,7 @@ class TextModel:
         self.info = dict(info or {})
         self._tokenizer = tokenizer
         own = tokenizer.eos_ids if tokenizer is not None else ()
-        listed = (i for i in _listed_ids(self.generation.get("eos_ids")) if isinstance(i, int))
+        listed = (i for i in listed_ids(self.generation.get("eos_ids")) if isinstance(i, int))
         self.eos_ids: frozenset[int] = frozenset(own).union(listed)
         self._tokens = {k: v for k, v in (tokens or {}).items() if isinstance(v, str)}
         self._template_source = chat_template
@@ -99,8 +80,9 @@ class TextModel:
     ) -> Self:
         """A text model from what a model file carries.
 
-        ``assets`` may hold ``tokenizer.json`` or ``oa_bpe_v1.txt``, and ``chat_template.jinja``; ``generation`` the
-        ids ``bos_id`` and ``eos_ids`` besides sampling defaults. Raises :class:`TokenizerError` when an asset is damaged.
+        ``assets`` may hold a tokenizer (``oazoo.text.vocabulary.TOKENIZER_ASSETS``) and ``chat_template.jinja``;
+        ``generation`` the ids ``bos_id`` and ``eos_ids`` besides sampling defaults. Raises
+        :class:`TokenizerError` when an asset is damaged.
         """
         settings = dict(generation or {})
         tokenizer = tokenizer_of(assets, settings)

@@ -25,13 +25,17 @@ from oazoo.nn.layers import (
     project,
 )
 from oazoo.nn.module import Module, ModuleList
+from oazoo.nn.moe import ExpertLinear, Mixture
 from oazoo.nn.rope import rotary_table
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.activation import softcap
 from oazoo.runtime.ops.attention import rotary_attention
+from oazoo.runtime.ops.grouped import expert_mlp
 from oazoo.runtime.ops.linear import linear
 from oazoo.runtime.ops.norm import query_key_norm
+from oazoo.runtime.ops.routing import Groups, weighted_rows
 from oazoo.runtime.ops.sequences import attend, rotate
+from oazoo.runtime.ops.unary import sigmoid
 
 
 def _norm(config: DecoderConfig) -> Norm:
@@ -75,7 +79,7 @@ class Attention(Module):
     def _mixed(self, qkv: Tensor, context: Context) -> Tensor:
         """Rotated and attended: f32 [tokens, heads · head_dim]."""
         config = self._config
-        assert context.rotary is not None
+        assert isinstance(context, KVCache | Sequences) and context.rotary is not None
         table = context.rotary[self._layer]
         window = config.layer_window(self._layer)
         scale, cap = config.score_scale, config.attention_softcap
@@ -84,6 +88,7 @@ class Attention(Module):
             qkv = rotate(qkv, table, context.tokens, turned, config.head_dim, rotated=config.rotated)
             heads = config.num_heads, config.num_kv_heads
             return attend(qkv, context.batch, *heads, window=window, scale=scale, softcap=cap)
+        assert isinstance(context, KVCache)
         keys, values = context.layers[self._layer]
         return rotary_attention(
             qkv,
@@ -101,11 +106,11 @@ class Attention(Module):
 class MLP(Module):
     """Feed-forward, gated (SwiGLU, GeGLU) or plain."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, inner: int) -> None:
         if config.gated_mlp:
-            self.gate = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.up = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+            self.gate = Linear(config.hidden_size, inner, config.mlp_bias)
+        self.up = Linear(config.hidden_size, inner, config.mlp_bias)
+        self.down = Linear(inner, config.hidden_size, config.mlp_bias)
         self._gated = config.gated_mlp
         self._activation = config.activation
 
@@ -121,6 +126,38 @@ class MLP(Module):
         return self.down(inner, residual=residual)
 
 
+class Experts(Mixture):
+    """Feed-forward as a mixture of gated experts, and one for all tokens besides if there is a shared one.
+
+    The shared one's output is multiplied with a sigmoid of its own (Qwen2-MoE).
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config.num_experts, config.experts_per_token, normalize=config.normalize_experts)
+        hidden, inner, experts = config.hidden_size, config.expert_size, config.num_experts
+        self.router = Linear(hidden, experts, bias=False)
+        self.gate = ExpertLinear(experts, hidden, inner, bias=False)
+        self.up = ExpertLinear(experts, hidden, inner, bias=False)
+        self.down = ExpertLinear(experts, inner, hidden, bias=False)
+        if config.shared_expert_size:
+            self.shared = MLP(config, config.shared_expert_size)
+            self.shared_gate = Linear(hidden, 1, bias=False)
+        self._has_shared = bool(config.shared_expert_size)
+        self._activation = config.activation
+
+    def run_experts(self, h: Tensor, groups: Groups) -> Tensor:
+        gate_up = [self.gate.weight.shards, self.up.weight.shards]
+        return expert_mlp(h, groups, gate_up, self.down.weight.shards, activation=self._activation)
+
+    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        """``Σ weight · expert(norm(x)) + residual``, and the shared expert; f32 [tokens, hidden]."""
+        h = x if norm is None else norm(x)
+        y = self.mixed(h, residual)
+        if not self._has_shared:
+            return y
+        return weighted_rows(self.shared(h, None, None), sigmoid(self.shared_gate(h)), residual=y)
+
+
 class Block(Layer):
     """One layer."""
 
@@ -132,20 +169,25 @@ class Block(Layer):
             self.attn_post_norm = _norm(config)
         if config.pre_norm:
             self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
+        if config.is_moe(layer):
+            self.moe = Experts(config)
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
         if config.post_norm:
             self.mlp_post_norm = _norm(config)
         self._pre, self._post = config.pre_norm, config.post_norm
         self._parallel = config.parallel_residual
+        self._sparse = config.is_moe(layer)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
+        feed_forward = self.moe if self._sparse else self.mlp
         attn_norm = self.attn_norm if self._pre else None
         mlp_norm = self.mlp_norm if self._pre else None
         if self._post:
             x = self.attn_post_norm(self.attn(x, attn_norm, context, None), residual=x)
-            return self.mlp_post_norm(self.mlp(x, mlp_norm, None), residual=x)
+            return self.mlp_post_norm(feed_forward(x, mlp_norm, None), residual=x)
         after = self.attn(x, attn_norm, context, x)
-        return self.mlp(x if self._parallel else after, mlp_norm, after)
+        return feed_forward(x if self._parallel else after, mlp_norm, after)
 
 
 class Decoder(CausalModel):

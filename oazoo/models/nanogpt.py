@@ -34,6 +34,7 @@ def mixed(qkv: Tensor, heads: int, layer: int, context: Context) -> Tensor:
     """Causal attention without rotation, over the cache of a layer or a batch of whole sequences."""
     if isinstance(context, Sequences):
         return attend(qkv, context.batch, heads)
+    assert isinstance(context, KVCache)
     keys, values = context.layers[layer]
     return rotary_attention(qkv, None, context.start, keys, values, heads)
 
@@ -98,6 +99,7 @@ class LearnedPositions(CausalModel):
         """Embeddings of tokens and of their positions, added up: f32 [tokens, hidden]."""
         if isinstance(context, Sequences):
             return self.dropout(self.embed(ids, self.positions, period=context.tokens))
+        assert isinstance(context, KVCache)
         return self.embed(ids, self.positions, context.start)
 
 

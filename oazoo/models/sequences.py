@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from oazoo.models.cache import KVCache, on_device
+from oazoo.models.cache import Cache, on_device
 from oazoo.runtime import Device, Tensor
 
 
@@ -39,4 +39,4 @@ class Sequences:
 
 
 #: What a layer runs in: the cache of one sequence, or a batch of whole ones.
-Context = KVCache | Sequences
+Context = Cache | Sequences

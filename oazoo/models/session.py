@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from oazoo.errors import GenerationError
-from oazoo.models.cache import KVCache
+from oazoo.models.cache import Cache
 from oazoo.models.sequences import Context, Sequences
 from oazoo.nn.dropout import Dropout
-from oazoo.nn.module import Module, ModuleList, Parameter
+from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.moe import Mixture, RouteStatistics
 from oazoo.runtime import Device, Program, Tensor
+from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.loss import cross_entropy
 from oazoo.runtime.tape import by_rows, checkpoint
 
@@ -58,8 +60,18 @@ class CausalModel(Module):
     layers: ModuleList[Layer]
     checkpointing = False
 
+    @property
+    def used_vocab_size(self) -> int:
+        """How many of the logits are of tokens; those behind them, if any, fill up a table and are never chosen."""
+        return self.vocab_size
+
+    @property
+    def constant_state(self) -> bool:
+        """Whether a sequence takes the same memory however long it is."""
+        return False
+
     @abstractmethod
-    def new_cache(self, capacity: int) -> KVCache:
+    def new_cache(self, capacity: int) -> Cache:
         """A cache for one sequence of up to ``capacity`` tokens."""
 
     @abstractmethod
@@ -74,10 +86,10 @@ class CausalModel(Module):
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: f32 [rows, hidden] to [rows, vocab_size]."""
 
-    def hidden(self, ids: Tensor, cache: KVCache, watch: Watch | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, cache: Cache, watch: Watch | None = None) -> Tensor:
         """The residual stream after the last layer, f32 [tokens, hidden].
 
-        ``ids`` is i32 [tokens]; the first of them stands at position ``cache.start``. ``watch`` is told the output of the
+        ``ids`` is i32 [tokens]; the first of them stands where ``cache`` is. ``watch`` is told the output of the
         embedding and of every layer, with its name.
         """
         x = self.embed_tokens(ids, cache)
@@ -108,6 +120,8 @@ class CausalModel(Module):
     ) -> Tensor:
         """The cross-entropy of :meth:`forward`'s logits; those of a large vocabulary are computed some rows at a time.
 
+        In training, losses of routers that were asked for (:meth:`set_router_losses`) are added.
+
         Args:
             ids: i32, u32 or u8 [batch, tokens].
             targets: i32, u32 or u8 [batch · tokens]; one outside the vocabulary gives NaN.
@@ -118,6 +132,15 @@ class CausalModel(Module):
             f32 [1], nats a token.
         """
         hidden = self.sequence_hidden(ids)
+        loss = self._cross_entropy(hidden, targets, mask, count)
+        for mixture in self.mixtures():
+            if mixture.loss is not None:
+                loss = add(loss, mixture.loss)
+        return loss
+
+    def _cross_entropy(
+        self, hidden: Tensor, targets: Tensor, mask: Tensor | None, count: float | None
+    ) -> Tensor:
         rows = hidden.shape[0]
         count = rows if count is None else count
         size = max(4, _LOSS_LOGITS // self.vocab_size // 4 * 4)  # bytes as targets start at multiples of four
@@ -136,6 +159,9 @@ class CausalModel(Module):
             raise GenerationError(
                 f"ids must be [batch, tokens] with 1 to {self.max_positions} tokens, not {list(ids.shape)}"
             )
+        losses = any(m.training and (m.balance or m.z) for m in self.mixtures())
+        if losses and self.checkpointing:
+            raise GenerationError("losses of routers do not go with checkpointing: switch one of them off")
         context = self._sequences_of(*ids.shape)
         x = self.embed_tokens(ids.view(ids.numel), context)
         for layer in self.layers:
@@ -156,6 +182,32 @@ class CausalModel(Module):
             del kept[next(iter(kept))]
         return found
 
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures of experts in it, from the first layer to the last."""
+        return [module for module in self.modules() if isinstance(module, Mixture)]
+
+    def set_router_losses(self, *, balance: float = 0.0, z: float = 0.0) -> None:
+        """Add losses of the routers to :meth:`loss` in training (:func:`oazoo.runtime.ops.routing.router_loss`).
+
+        They are computed inside layers, so they do not go with :attr:`checkpointing`.
+        """
+        for mixture in self.mixtures():
+            mixture.balance, mixture.z = balance, z
+
+    def count_routes(self, wanted: bool = True) -> None:
+        """Count the loads of experts from now on, or no more; programs that were captured before stay as they are."""
+        for mixture in self.mixtures():
+            mixture.counting = wanted
+
+    def route_statistics(self) -> list[RouteStatistics]:
+        """How busy experts were since counting began, a mixture each; waits for the device."""
+        return [mixture.statistics() for mixture in self.mixtures()]
+
+    def update_routing_bias(self, rate: float) -> None:
+        """Let routers favour experts that had less than the mean load (:meth:`oazoo.nn.moe.Mixture.update_routing_bias`)."""
+        for mixture in self.mixtures():
+            mixture.update_routing_bias(rate)
+
     def set_dropout(self, rate: float) -> None:
         """The rate at which embeddings and the outputs of sublayers are dropped in training, where a model has that."""
         for module in self.modules():
@@ -168,7 +220,7 @@ class CausalModel(Module):
         Runs the layers one by one with every output read back: for finding a fault, not for use.
         """
         array = np.asarray(ids, np.int32)
-        check_ids(array, self.vocab_size)
+        check_ids(array, self.used_vocab_size)
         cache = self.new_cache(array.size)
         found: list[str] = []
 
@@ -218,7 +270,7 @@ class CausalModel(Module):
                 f"ids must be integers [tokens] or [batch, tokens], at least one; not {array.dtype}{list(array.shape)}"
             )
         rows = np.atleast_2d(array)
-        check_ids(rows, self.vocab_size)
+        check_ids(rows, self.used_vocab_size)
         result = np.empty((*rows.shape, self.vocab_size), np.float32)
         for i, row in enumerate(rows):
             session = self.new_session(row.size)
@@ -227,7 +279,7 @@ class CausalModel(Module):
         return result.reshape(*array.shape, self.vocab_size)
 
 
-def _released(name: str, parameter: Parameter) -> tuple[Tensor, ...]:
+def _released(name: str, held: Parameter | Buffer) -> tuple[Tensor, ...]:
     return ()
 
 
@@ -243,12 +295,12 @@ def check_ids(ids: npt.NDArray[np.integer], vocab_size: int) -> None:
 class DeviceSession:
     """One sequence: its cache, and the captured step that decodes one token.
 
-    Logits come back as float32 [vocab_size] arrays of their own.
+    Logits come back as float32 [used_vocab_size] arrays of their own.
     """
 
     def __init__(self, model: CausalModel, max_tokens: int) -> None:
         self._model = model
-        self._cache: KVCache | None = model.new_cache(max_tokens)
+        self._cache: Cache | None = model.new_cache(max_tokens)
         self._position = 0
         self._step: tuple[Program, Tensor, Tensor] | None = None
 
@@ -257,7 +309,7 @@ class DeviceSession:
         """Number of tokens fed so far."""
         return self._position
 
-    def _open(self, more: int) -> KVCache:
+    def _open(self, more: int) -> Cache:
         if self._cache is None:
             raise GenerationError("this session is closed")
         if self._position + more > self._cache.capacity:
@@ -273,14 +325,17 @@ class DeviceSession:
         """
         ids = np.asarray(ids, np.int32)
         if ids.size == 1:
-            return self.decode(int(ids[0]))
+            found = self.decode(int(ids[0]))
+            self._open(0).keep(self._position)
+            return found
         last: Tensor | None = None
         for _, hidden in self.feed(ids):
             last = hidden
+        self._open(0).keep(self._position)
         assert last is not None
         rows = last.shape[0]
         result: Logits = self._model.head_logits(last.rows(rows - 1, rows)).numpy()[0]
-        return result
+        return result[: self._model.used_vocab_size]
 
     def feed(self, ids: Ids) -> Iterator[tuple[int, Tensor]]:
         """Feed ``ids`` [n ≥ 1] in chunks of at most ``CHUNK``.
@@ -289,10 +344,10 @@ class DeviceSession:
         [tokens, hidden]; :meth:`CausalModel.head_logits` of any of its rows are the logits that follow that token.
         """
         cache = self._open(ids.size)
-        check_ids(ids, self._model.vocab_size)
+        check_ids(ids, self._model.used_vocab_size)
         for start in range(0, ids.size, CHUNK):
             chunk = ids[start : start + CHUNK]
-            cache.start.write(np.array([self._position], np.int32))
+            cache.begin_at(self._position)
             hidden = self._model.hidden(Tensor.from_numpy(self._model.device, chunk), cache)
             self._position += chunk.size
             yield start, hidden
@@ -307,28 +362,33 @@ class DeviceSession:
     def decode(self, token_id: int) -> Logits:
         """Feed one token; the logits that follow it. The step is captured once and replayed."""
         cache = self._open(1)
-        check_ids(np.array([token_id]), self._model.vocab_size)
+        check_ids(np.array([token_id]), self._model.used_vocab_size)
         if self._step is None:
             self._step = self._capture(cache)
         program, token, logits = self._step
         token.write(np.array([token_id], np.int32))
-        cache.start.write(np.array([self._position], np.int32))
+        cache.begin_at(self._position)
         program.run()
         self._position += 1
         result: Logits = logits.numpy()[0]
-        return result
+        return result[: self._model.used_vocab_size]
 
-    def _capture(self, cache: KVCache) -> tuple[Program, Tensor, Tensor]:
+    def _capture(self, cache: Cache) -> tuple[Program, Tensor, Tensor]:
         token = Tensor.empty(self._model.device, (1,), "i32")
         with self._model.device.capture() as program:
             logits = self._model.head_logits(self._model.hidden(token, cache))
         return program, token, logits
 
     def truncate(self, position: int) -> None:
-        """Forget everything from ``position`` on; cached rows beyond it are overwritten before they are read."""
+        """Forget everything from ``position`` on.
+
+        A model whose state has a fixed size goes back to the last prompt's end before it, or to the beginning;
+        :attr:`position` tells.
+        """
         if not 0 <= position <= self._position:
             raise GenerationError(f"cannot go back to position {position} from {self._position}")
-        self._position = position
+        if position < self._position:
+            self._position = self._open(0).back_to(position)
 
     def close(self) -> None:
         """Give the device memory back."""

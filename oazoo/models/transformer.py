@@ -1,4 +1,4 @@
-"""OA's Transformer: as GPT-2, with separate q, k and v and a head of its own."""
+"""OA's Transformer: as GPT-2, with separate q, k and v and a head of its own, and with mixtures of experts if it has any."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from oazoo.nn.blocks import MLP
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.layers import LayerNorm, Linear, project
 from oazoo.nn.module import Module, ModuleList
+from oazoo.nn.moe import MoE
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.elementwise import add
 
@@ -38,15 +39,31 @@ class Block(Layer):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, layer)
-        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        if config.num_experts is None:
+            self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        else:
+            assert config.experts_per_token is not None
+            self.moe = MoE(
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_experts,
+                config.experts_per_token,
+                eps=config.norm_eps,
+                routing_bias=bool(config.routing_bias),
+            )
+        self._sparse = config.num_experts is not None
         self.dropout = Dropout(0.0)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         if self.dropout.training and self.dropout.rate:
             x = add(x, self.dropout(self.attn(x, self.attn_norm, None, context)))
+            if self._sparse:
+                return add(x, self.dropout(self.moe.rows(x, None)))
             return add(x, self.dropout(self.mlp(self.mlp_norm(x))))
         x = self.attn(x, self.attn_norm, x, context)
+        if self._sparse:
+            return self.moe(x)
         return self.mlp(self.mlp_norm(x), residual=x)
 
 

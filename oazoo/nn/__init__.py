@@ -32,6 +32,7 @@ from oazoo.nn.layers import (
     project,
 )
 from oazoo.nn.module import Buffer, Module, ModuleList, Parameter
+from oazoo.nn.moe import MoE, RouteStatistics
 from oazoo.nn.patches import PatchEmbed
 from oazoo.nn.rope import RoPE
 
@@ -54,6 +55,7 @@ __all__ = [
     "Linear",
     "LogSoftmax",
     "Mish",
+    "MoE",
     "Module",
     "ModuleList",
     "MultiHeadAttention",
@@ -62,6 +64,7 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "RoPE",
+    "RouteStatistics",
     "Sequential",
     "SiLU",
     "Sigmoid",

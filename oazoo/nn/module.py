@@ -133,8 +133,8 @@ class Buffer:
             self.tensors = (Tensor.from_numpy(device, array),)
 
 
-#: Gives a parameter's weight, by its name, as tensors that together hold its rows, usually one.
-Provider = Callable[[str, Parameter], Sequence[Tensor]]
+#: Gives a parameter's weight, or a buffer, by its name, as tensors that together hold its rows, usually one.
+Provider = Callable[[str, Parameter | Buffer], Sequence[Tensor]]
 
 
 class Module:
@@ -186,9 +186,11 @@ class Module:
         return [parameter for _, parameter in self.named_parameters()]
 
     def load(self, provider: Provider) -> None:
-        """Fill every parameter from ``provider``."""
+        """Fill every parameter and buffer from ``provider``."""
         for name, parameter in self.named_parameters():
             parameter.shards = tuple(provider(name, parameter))
+        for name, buffer in self.named_buffers():
+            buffer.tensors = tuple(provider(name, buffer))
 
     def initialize(self, device: Device, seed: int = 0) -> Self:
         """First values for every parameter and buffer, f32; gradients are taken with respect to the parameters.

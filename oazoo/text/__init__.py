@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from oazoo.text.base import BaseTokenizer
+from oazoo.text.characters import CharacterTokenizer
 from oazoo.text.chat import ChatTemplate, Message
 from oazoo.text.oa_bpe import OaBpeTokenizer
 from oazoo.text.streaming import StreamDecoder
@@ -11,6 +12,7 @@ from oazoo.text.tokenizer import ByteTokenizer, Tokenizer
 __all__ = [
     "BaseTokenizer",
     "ByteTokenizer",
+    "CharacterTokenizer",
     "ChatTemplate",
     "Message",
     "OaBpeTokenizer",

@@ -10,6 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from oazoo.errors import TokenizerError, UsageError
 from oazoo.text.base import BaseTokenizer
 from oazoo.text.byte_alphabet import SPELLING
+from oazoo.text.characters import HEADER as CHARACTERS_HEADER
+from oazoo.text.characters import CharacterTokenizer
 from oazoo.text.oa_bpe import HEADER, OaBpeTokenizer
 from oazoo.text.tokenizer import Tokenizer, guard
 
@@ -78,17 +80,19 @@ def byte_tokenizer_json() -> bytes:
 def tokenizer_from_file(
     data: bytes | bytearray | memoryview, *, eos_ids: Sequence[int] = ()
 ) -> BaseTokenizer:
-    """The tokenizer that a file's bytes define: a ``tokenizer.json`` or an ``oa_bpe_v1`` vocabulary.
+    """The tokenizer that a file's bytes define: a ``tokenizer.json``, or an ``oa_bpe_v1`` or ``oazoo_char_v1`` vocabulary.
 
     Raises:
-        TokenizerError: it is neither, or damaged.
+        TokenizerError: it is none of these, or damaged.
     """
     start = bytes(data[:64]).lstrip()
     if start.startswith(HEADER.encode()):
         return OaBpeTokenizer.from_bytes(data)
+    if start.startswith(CHARACTERS_HEADER.encode()):
+        return CharacterTokenizer.from_bytes(data)
     if start.startswith(b"{"):
         return Tokenizer(data, eos_ids=eos_ids)
-    raise TokenizerError(f"is neither a tokenizer.json nor an {HEADER} vocabulary")
+    raise TokenizerError(f"is neither a tokenizer.json nor an {HEADER} or {CHARACTERS_HEADER} vocabulary")
 
 
 def _byte_level(

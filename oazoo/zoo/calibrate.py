@@ -19,6 +19,7 @@ from oazoo.runtime.ops.arithmetic import accumulate, fill
 from oazoo.runtime.ops.linear import observing
 from oazoo.runtime.ops.norm import column_sums
 from oazoo.runtime.ops.product import weight_gradient
+from oazoo.runtime.ops.routing import Groups, expert_squares
 from oazoo.translators.convert import Progress
 from oazoo.zoo.evaluate import check_request, loaded_model
 from oazoo.zoo.files import open_file
@@ -158,19 +159,27 @@ class Gathered:
         self._device = model.device
         self._covariance, self._skip = covariance, skip
         self._names = {s.address: name for name, p in model.named_parameters() for s in p.shards}
+        self._experts = {name: p.shape[0] for name, p in model.named_parameters()}
         self._squares: dict[str, Tensor] = {}
         self._products: dict[str, Tensor] = {}
         self._shares: dict[str, str] = {}
         # With mean 0 and deviation 1 for each row, a norm weight's gradient of (x, x) is the sum of squares.
         self._plain: dict[int, Tensor] = {}
 
-    def __call__(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+    def __call__(
+        self, x: Tensor, weights: Sequence[Tensor], groups: Groups | None = None, by_token: bool = False
+    ) -> None:
         names = list(dict.fromkeys(self._names[w.address] for w in weights if w.address in self._names))
         if not names:
             return
+        if groups is not None and any(self._experts[name] != groups.experts for name in names):
+            return  # a part of a stack that several buffers hold: nothing is known of the whole
         key = names[0]
         for name in names:
             self._shares.setdefault(name, key)
+        if groups is not None:
+            self._of_experts(key, x, groups, by_token)
+            return
         if x.shape[0] > self._skip:
             x = x.rows(self._skip, x.shape[0])
         rows, inputs = x.shape
@@ -187,6 +196,12 @@ class Gathered:
             if key not in self._products:
                 self._products[key] = fill(Tensor.empty(self._device, (inputs, inputs)), 0.0)
             weight_gradient(x, x, out=self._products[key])
+
+    def _of_experts(self, key: str, x: Tensor, groups: Groups, by_token: bool) -> None:
+        """Sums of squares by expert, [experts, inputs]."""
+        if key not in self._squares:
+            self._squares[key] = fill(Tensor.empty(self._device, (groups.experts, x.shape[1])), 0.0)
+        expert_squares(self._squares[key], x, groups, by_token=by_token)
 
     def statistics(self, facts: dict[str, str], tokens: int) -> Statistics:
         """The means over ``tokens``.
@@ -217,5 +232,14 @@ class Gathered:
             values = sums.pop(name).numpy() / np.float32(tokens)
             if not np.isfinite(values).all():
                 raise FormatError(f"{model}: the inputs of {name} are not finite, or too large to square")
-            table[name] = values.astype(np.float32)
+            table[name] = _of_all_experts(values.astype(np.float32))
         return table
+
+
+def _of_all_experts(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Mean squares [experts, inputs] where those of experts that no token went to are the mean of the others'; others as
+    they are.
+    """
+    if values.ndim == 2 and not (seen := values.any(axis=1)).all() and seen.any():
+        values[~seen] = values[seen].mean(axis=0)
+    return values

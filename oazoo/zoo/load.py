@@ -22,7 +22,7 @@ from oazoo.generation.flow_model import FlowModel
 from oazoo.generation.text_model import TextModel
 from oazoo.models import build, why_not_run
 from oazoo.models.flow import FlowDenoiser
-from oazoo.nn.module import Module, Parameter
+from oazoo.nn.module import Buffer, Module, Parameter
 from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
 from oazoo.runtime.ops.common import MAX_ELEMENTS
 from oazoo.translators.convert import Progress
@@ -305,14 +305,15 @@ def check_memory(source: OamSource, device: Device) -> None:
 
 def upload(model: Module, source: OamSource, device: Device, progress: Progress | None = None) -> None:
     """Give every parameter its weights, in their encoding, on the device."""
-    total = sum(source[name].info.nbytes for name, _ in model.named_parameters())
+    held = [*model.named_parameters(), *model.named_buffers()]
+    total = sum(source[name].info.nbytes for name, _ in held)
     done = 0
 
-    def provide(name: str, parameter: Parameter) -> Sequence[Tensor]:
+    def provide(name: str, parameter: Parameter | Buffer) -> Sequence[Tensor]:
         nonlocal done
         tensor = source[name]
         try:
-            shards = place(tensor, device, parameter.offset)
+            shards = place(tensor, device, parameter.offset if isinstance(parameter, Parameter) else 0.0)
         except DeviceError as error:
             raise type(error)(f"{name} ({total:,} bytes of weights in all): {error}") from error
         done += tensor.info.nbytes
@@ -339,7 +340,7 @@ def place(tensor: SourceTensor, device: Device, offset: float = 0.0) -> list[Ten
 
 def _by_rows(tensor: SourceTensor, device: Device, limit: int) -> list[Tensor]:
     info = tensor.info
-    rows, width = info.shape
+    rows, width = info.shape[0], info.numel // max(1, info.shape[0])
     # Blocks of 32 run over the flattened tensor: a shard begins where a row and a block begin together.
     step = 1
     if info.encoding in ("q4", "q8"):
@@ -347,12 +348,15 @@ def _by_rows(tensor: SourceTensor, device: Device, limit: int) -> list[Tensor]:
             step *= 2
     count = min(int(limit // (info.nbytes / rows)), MAX_ELEMENTS // width) // step * step
     if count < 1:
-        raise DeviceError(f"{step} rows of {info.name} take more than one buffer may hold ({limit:,} bytes)")
+        what = "rows" if len(info.shape) == 2 else "experts"
+        raise DeviceError(
+            f"{step} {what} of {info.name} take more than one buffer may hold ({limit:,} bytes)"
+        )
     shards = []
     for start in range(0, rows, count):
         stop = min(start + count, rows)
         piece = tensor.part(start * width, stop * width)
-        shards.append(Tensor.from_bytes(device, (stop - start, width), info.encoding, piece))
+        shards.append(Tensor.from_bytes(device, (stop - start, *info.shape[1:]), info.encoding, piece))
     return shards
 
 

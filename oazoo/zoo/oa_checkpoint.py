@@ -1,7 +1,7 @@
 """Checkpoints that OA wrote: what model they hold, and the same weights and optimizer state in a file that runs here.
 
-OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for one number: how many
-heads its attention has.
+OA names tensors p0, p1, … and writes no configuration. The shapes tell that of a Transformer, but for how many heads its
+attention has, and how many of its experts a token goes to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.text.train import byte_tokenizer_json
 
 _ARCHITECTURE = "RustModule"
-_AROUND, _OF_A_LAYER = 6, 16  # tensors: embeddings, last norm, head; and those of each layer
+#: Tensors: embeddings, last norm, head; and those of each layer, without experts and with.
+_AROUND, _OF_A_LAYER, _OF_A_MIXTURE = 6, 16, 17
+#: Where the first layer's experts, or its MLP, are.
+_EXPERTS, _UP = 12, 14
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -32,40 +35,51 @@ def is_oa(source: OamSource) -> bool:
     }
 
 
-def transformer_config(shapes: Shapes, heads: int | None, where: str) -> TransformerConfig:
+def transformer_config(
+    shapes: Shapes, heads: int | None, where: str, experts_per_token: int | None = None
+) -> TransformerConfig:
     """The configuration of a Transformer of OA's.
 
     Args:
         shapes: of p0, p1, …
-        heads: of its attention; None for those of a model that OA has under a name (ByteTransformer).
+        heads: of its attention; None for those of a model that OA has under a name (ByteTransformer, ByteMoeTransformer).
         where: the file, for messages.
+        experts_per_token: of a mixture of experts, likewise.
 
     Raises:
         FormatError: the shapes are not those of such a model.
         UsageError: the number of heads must be told, or cannot be that.
     """
     listed = [shapes[f"p{index}"] for index in range(len(shapes))]
-    layers, rest = divmod(len(listed) - _AROUND, _OF_A_LAYER)
+    mixture = len(listed) > _EXPERTS and len(listed[_EXPERTS]) == 3
+    layers, rest = divmod(len(listed) - _AROUND, _OF_A_MIXTURE if mixture else _OF_A_LAYER)
     told = f"{where}: OA wrote it, without its configuration"
-    if rest or layers < 1 or any(len(shape) != 2 for shape in (*listed[:2], listed[14])):
+    if rest or layers < 1 or any(len(shape) != 2 for shape in listed[:2]) or len(listed[_UP]) != 2 + mixture:
         raise FormatError(
             f"{told}, and its {len(listed)} tensors are not those of a Transformer, which is what can be run of OA's "
             "models; they can be inspected and compared"
         )
-    (vocabulary, width), positions, inner = listed[0], listed[1][0], listed[14][0]
+    (vocabulary, width), positions = listed[0], listed[1][0]
+    experts = listed[_EXPERTS][0] if mixture else None
 
-    def make(count: int) -> TransformerConfig:
+    def make(count: int, top: int | None) -> TransformerConfig:
         return TransformerConfig(
             vocab_size=vocabulary,
             hidden_size=width,
-            intermediate_size=inner,
+            intermediate_size=listed[_UP][-1] if mixture else listed[_UP][0],
             num_layers=layers,
             num_heads=count,
             max_positions=positions,
+            num_experts=experts,
+            experts_per_token=top,
         )
 
+    named = TransformerConfig.byte_moe_transformer() if mixture else TransformerConfig.byte_transformer()
+    if experts_per_token is not None and not mixture:
+        raise UsageError(f"{told}. It has no experts")
+    top = min(experts, 2) if experts and experts_per_token is None else experts_per_token
     try:
-        config = make(heads or 1)
+        config = make(heads or 1, top)
     except OazooError as error:
         raise UsageError(f"{where}: {error}") from error
     for (name, wanted), found in zip(config.parameters().items(), listed, strict=True):
@@ -74,10 +88,12 @@ def transformer_config(shapes: Shapes, heads: int | None, where: str) -> Transfo
                 f"{told}, and its tensors are not those of a Transformer: what would be {name} has shape {list(found)} and "
                 f"not {list(wanted)}. They can be inspected and compared"
             )
-    if heads is None and config != TransformerConfig.byte_transformer():
+    if config != named and (heads is None or (mixture and experts_per_token is None)):
+        options = "--heads N --experts-per-token K" if mixture else "--heads N"
+        more = f", and to how many of its {experts} experts a token goes," if mixture else ""
         raise UsageError(
-            f"{told}. It is a Transformer of {layers} layers of width {width}; how many heads its attention has must be "
-            f"told: oazoo convert {Path(where).name} --heads N -o OUT.oam"
+            f"{told}. It is a Transformer of {layers} layers of width {width}; how many heads its attention has{more} must "
+            f"be told: oazoo convert {Path(where).name} {options} -o OUT.oam"
         )
     return config
 
@@ -87,6 +103,7 @@ def import_oa(
     output: Path | str,
     *,
     heads: int | None = None,
+    experts_per_token: int | None = None,
     vocabulary: Path | None = None,
     overwrite: bool = False,
 ) -> TransformerConfig:
@@ -96,6 +113,7 @@ def import_oa(
         path: the checkpoint.
         output: the file to write.
         heads: of the model's attention; see :func:`transformer_config`.
+        experts_per_token: of its mixtures of experts, likewise.
         vocabulary: its tokenizer's ``oa_bpe_v1`` file; models over 256 tokens have bytes if None.
         overwrite: replace an existing output.
 
@@ -107,7 +125,7 @@ def import_oa(
         if not is_oa(source):
             raise FormatError(f"{path}: is not a checkpoint that OA wrote")
         shapes = {name: tensor.info.shape for name, tensor in source.items()}
-        config = transformer_config(shapes, heads, str(path))
+        config = transformer_config(shapes, heads, str(path), experts_per_token)
         assets = dict[str, bytes]()
         if vocabulary is not None:
             assets["oa_bpe_v1.txt"] = vocabulary.read_bytes()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from oazoo.runtime import Tensor
     from oazoo.runtime.ops.pack import NonFinite, Packer, PackSlot
 
+#: Values that share a scale.
+_BLOCK = 32
 #: Pieces on their way to one encoding: one is read, one packed, one written.
 SLOTS = 3
 
@@ -92,6 +94,14 @@ class PackStream:
             count = tensor.info.numel
             weights = self._weights(tensor, target)
             decoded = tensor.chunks(chunk) if tensor.info.encoding in BLOCKS else None
+            if weights is not None and len(weights.shape) == 2:
+                if decoded is None and count // weights.shape[0] % _BLOCK == 0:
+                    yield from _by_expert(tensor, target, chunk, weights)
+                    continue
+                # Blocks that run from one expert to the next: what counts on the average.
+                from oazoo.runtime import Tensor
+
+                weights = Tensor.from_numpy(weights.device, weights.numpy().mean(axis=0))
             for start in range(0, count, chunk):
                 yield _Step(tensor, target, start, min(chunk, count - start), weights, decoded)
 
@@ -127,3 +137,13 @@ class PackStream:
             target = coming.slot.encoding
             self._free[target].append(coming.slot)
             self._start_what_fits()
+
+
+def _by_expert(tensor: SourceTensor, target: str, chunk: int, weights: Tensor) -> Iterator[_Step]:
+    """The pieces of a stack, none of which has values of two experts: each has weights of its own."""
+    experts, inputs = weights.shape
+    size = tensor.info.numel // experts
+    for number in range(experts):
+        own = weights.rows(number, number + 1).view(inputs)
+        for start in range(number * size, (number + 1) * size, chunk):
+            yield _Step(tensor, target, start, min(chunk, (number + 1) * size - start), own, None)

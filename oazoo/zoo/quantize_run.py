@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from oazoo.errors import FormatError, OazooError
+from oazoo.errors import FormatError, OazooError, UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.formats.oam_layout import CARRIED_ASSET
 from oazoo.formats.oam_writer import OamWriter
@@ -86,12 +86,17 @@ class Work:
     done: int = 0
 
     def weights(self, tensor: SourceTensor, target: str) -> Tensor | None:
-        """How much each column's errors count; None if all count the same."""
+        """How much each column's errors count, [inputs], or [experts, inputs] of a stack; None if all count the same."""
         info = tensor.info
         found = self.statistics.moment(info.name, info.shape[-1]) if self.statistics else None
         if found is None or not found.mean() > 0:
             return None
-        found = found / found.mean()
+        if found.ndim == 2 and (len(info.shape) != 3 or found.shape[0] != info.shape[0]):
+            raise UsageError(
+                f"the statistics are of another model, whose {info.name} has {found.shape[0]} experts. Gather them with the "
+                "model that is quantised: oazoo calibrate"
+            )
+        found = found / np.maximum(found.mean(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
         if self.tied and info.name == EMBEDDING:
             # Rows are looked up as well as multiplied with, and then every column counts.
             found += np.float32(1)

@@ -110,7 +110,7 @@ def make_receipt(packed: OamSource, original: OamSource, evaluation: Evaluation)
             "weights": original.weights_checksum,
             "sha256": _sha256(original.path),
         },
-        "tokenizer_sha256": _asset_hash(packed, "asset/tokenizer.json"),
+        "tokenizer_sha256": _tokenizer_hash(packed),
         **{key: measured[key] for key in ("text_sha256", "context", "windows", "tokens", "perplexity")},
         "source_perplexity": comparison["perplexity"],
         **{
@@ -127,9 +127,11 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _asset_hash(source: OamSource, name: str) -> str | None:
-    data = source.asset(name)
-    return None if data is None else hashlib.sha256(data).hexdigest()
+def _tokenizer_hash(source: OamSource) -> str | None:
+    from oazoo.text.vocabulary import TOKENIZER_ASSETS
+
+    found = (source.asset(f"asset/{name}") for name in TOKENIZER_ASSETS)
+    return next((hashlib.sha256(data).hexdigest() for data in found if data is not None), None)
 
 
 def read_receipt(source: OamSource) -> dict[str, Any] | None:

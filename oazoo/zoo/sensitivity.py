@@ -22,7 +22,7 @@ import numpy.typing as npt
 from oazoo.errors import UsageError
 from oazoo.formats.oam import OamSource
 from oazoo.models import CausalModel
-from oazoo.models.cache import KVCache
+from oazoo.models.cache import Cache
 from oazoo.nn.module import Parameter
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops.scoring import divergence_rows, score_rows
@@ -211,13 +211,14 @@ class _Measurement:
         parts = name.split(".")
         return int(parts[1]) if parts[0] == "layers" and parts[1].isdecimal() else -1
 
-    def _embedded(self, ids: Ids, cache: KVCache) -> Tensor:
-        cache.start.write(np.zeros(1, np.int32))
+    def _embedded(self, ids: Ids, cache: Cache) -> Tensor:
+        cache.begin_at(0)
         return self._model.embed_tokens(Tensor.from_numpy(self._model.device, ids), cache)
 
-    def _through(self, cache: KVCache, first: int, x: Tensor) -> list[Tensor]:
+    def _through(self, cache: Cache, first: int, x: Tensor) -> list[Tensor]:
         """The residual stream ``x`` before layer ``first``, and after it and each that follows."""
         streams = [x]
+        cache.begin_at(0)
         for layer in self._layers[first:]:
             streams.append(layer(streams[-1], cache))
         self._step(len(streams) - 1)
@@ -251,6 +252,7 @@ class _Measurement:
         parts = []
         for cache, streams in zip(self._caches, self._streams, strict=True):
             rows = slice(streams[layer].shape[0] // 2, -1)  # those whose predictions are compared
+            cache.begin_at(0)
             now = self._layers[layer](streams[layer], cache).numpy()[rows].astype(np.float64)
             was = streams[layer + 1].numpy()[rows].astype(np.float64)
             size = np.maximum((was * was).sum(1), np.finfo(np.float64).tiny)

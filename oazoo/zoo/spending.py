@@ -30,13 +30,14 @@ Notify = Callable[[str], None] | None
 
 def runs_on_text(source: OamSource) -> bool:
     """Whether a file holds a model that can run here, with a tokenizer."""
+    from oazoo.text.vocabulary import TOKENIZER_ASSETS
     from oazoo.zoo.load import model_config
 
     try:
         model_config(source)
     except OazooError:
         return False
-    return "asset/tokenizer.json" in source.state
+    return any(f"asset/{name}" in source.state for name in TOKENIZER_ASSETS)
 
 
 class Spending:

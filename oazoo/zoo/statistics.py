@@ -1,9 +1,10 @@
 """What a model's layers are fed with, measured once and kept: the statistics that quantising weighs errors with.
 
-A file of them is a SafeTensors file: ``moments.NAME``, f32 [inputs], the mean squares of the inputs of the weight NAME;
-``covariance.NAME``, f32 [inputs, inputs], the means of their products, if these were gathered. Weights that are fed the same
-(query, key and value) share one tensor, under the first one's name. The metadata say what was measured, on which text, and
-what it costs to quantise each tensor, if that was measured (:mod:`oazoo.zoo.sensitivity`).
+A file of them is a SafeTensors file: ``moments.NAME``, f32 [inputs], the mean squares of the inputs of the weight NAME (of a
+stack of experts [experts, inputs]); ``covariance.NAME``, f32 [inputs, inputs], the means of their products, if these were
+gathered. Weights that are fed the same (query, key and value) share one tensor, under the first one's name. The metadata say
+what was measured, on which text, and what it costs to quantise each tensor, if that was measured
+(:mod:`oazoo.zoo.sensitivity`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Statistics:
         text: what was read, ``text_sha256`` the hash of its UTF-8.
         tokens: how many tokens of it went through the model.
         shares: for each weight, the name under which its statistics are kept.
-        moments: mean squares by that name, f32 [inputs].
+        moments: mean squares by that name, f32 [inputs]; of a stack of experts [experts, inputs].
         covariances: means of products by that name, f32 [inputs, inputs]; may be empty.
         sensitivities: by method of quantising, what it costs tensor by tensor; may be empty.
     """
@@ -90,9 +91,9 @@ class Statistics:
 
     def _find(self, table: Mapping[str, Floats], name: str, inputs: int) -> Floats | None:
         found = table.get(self.shares.get(name, ""))
-        if found is not None and found.shape[0] != inputs:
+        if found is not None and found.shape[-1] != inputs:
             raise UsageError(
-                f"the statistics are of {self.model}, whose {name} has {found.shape[0]} inputs; this one has {inputs}. "
+                f"the statistics are of {self.model}, whose {name} has {found.shape[-1]} inputs; this one has {inputs}. "
                 "Gather them with the model that is quantised: oazoo calibrate"
             )
         return found
@@ -150,17 +151,20 @@ def load_statistics(path: str | Path) -> Statistics:
         moments: dict[str, Floats] = {}
         covariances: dict[str, Floats] = {}
         for name, tensor in source.items():
-            rank = 1 if name.startswith(_MOMENTS) else 2 if name.startswith(_COVARIANCE) else 0
             shape = tensor.info.shape
-            if rank != len(shape) or len(set(shape)) != 1 or tensor.info.encoding != "f32" or not shape[0]:
+            square = name.startswith(_COVARIANCE)
+            fits = len(shape) == 2 and len(set(shape)) == 1
+            if not square:
+                fits = name.startswith(_MOMENTS) and len(shape) in (1, 2)
+            if not fits or tensor.info.encoding != "f32" or not tensor.info.numel:
                 raise FormatError(
                     f"{path}: {name} ({tensor.info.encoding}{list(shape)}) is no part of statistics"
                 )
             values = np.array(tensor.numpy(), np.float32)
-            diagonal = values if rank == 1 else values.diagonal()
+            diagonal = values.diagonal() if square else values
             if not np.isfinite(values).all() or (diagonal < 0).any():
                 raise FormatError(f"{path}: {name} has values that no mean of squares can have")
-            (moments if rank == 1 else covariances)[name.split(".", 1)[1]] = values
+            (covariances if square else moments)[name.split(".", 1)[1]] = values
         missing = sorted({*facts["shares"].values()} - {*moments})
         if missing:
             raise FormatError(f"{path}: the mean squares of {missing[0]} are missing")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from oazoo.errors import TokenizerError, UsageError
 from oazoo.formats.oam import OamSource
-from oazoo.generation.text_model import tokenizer_of
 from oazoo.text import BaseTokenizer, ByteTokenizer
-from oazoo.text.oa_bpe import ASSET as OA_BPE_ASSET
 from oazoo.text.tokenizer import MAX_TOKENIZER_BYTES
 from oazoo.text.train import tokenizer_from_file
+from oazoo.text.vocabulary import TOKENIZER_ASSETS, tokenizer_of
 
 #: The name of the tokenizer whose ids are the bytes.
 BYTES = "bytes"
@@ -18,7 +17,7 @@ _OAM = b"OAM\0"
 
 
 def load_tokenizer(name: str | Path) -> BaseTokenizer:
-    """The tokenizer of ``name``: a ``tokenizer.json``, an ``oa_bpe_v1`` vocabulary, an `.oam` model, or ``bytes``.
+    """The tokenizer of ``name``: a ``tokenizer.json``, an ``oa_bpe_v1`` or ``oazoo_char_v1`` file, an `.oam`, or ``bytes``.
 
     Raises:
         UsageError: there is no such file.
@@ -29,7 +28,7 @@ def load_tokenizer(name: str | Path) -> BaseTokenizer:
     path = Path(name)
     if not path.is_file():
         raise UsageError(
-            f"{path}: no such file; name a tokenizer.json, an oa_bpe_v1 vocabulary, an .oam model, or '{BYTES}'"
+            f"{path}: no such file; name a tokenizer.json, an oa_bpe_v1 or oazoo_char_v1 file, an .oam model, or '{BYTES}'"
         )
     with path.open("rb") as file:
         data = file.read(len(_OAM))
@@ -44,7 +43,7 @@ def load_tokenizer(name: str | Path) -> BaseTokenizer:
 def _of_model(path: Path) -> BaseTokenizer:
     with OamSource(path) as source:
         settings = source.metadata.get("generation")
-        found = {name: source.asset(f"asset/{name}") for name in ("tokenizer.json", OA_BPE_ASSET)}
+        found = {name: source.asset(f"asset/{name}") for name in TOKENIZER_ASSETS}
     assets = {name: data for name, data in found.items() if data is not None}
     tokenizer = tokenizer_of(assets, settings if isinstance(settings, dict) else {})
     if tokenizer is None:

@@ -21,9 +21,9 @@ from oazoo.models import CausalModel, build
 from oazoo.nn.dropout import Dropout
 from oazoo.nn.lora import LoRA
 from oazoo.runtime import Device, Tensor
-from oazoo.text import BaseTokenizer, ChatTemplate, Tokenizer
-from oazoo.text.files import EXAMPLE_SUFFIXES, TEXT_SUFFIXES, data_files, vocabulary_texts
-from oazoo.text.train import byte_tokenizer_json, train_byte_level
+from oazoo.text import BaseTokenizer, ChatTemplate
+from oazoo.text.files import EXAMPLE_SUFFIXES, TEXT_SUFFIXES, data_files
+from oazoo.text.vocabulary import learn_vocabulary
 from oazoo.training.checkpoints import ModelFile, own_copy
 from oazoo.training.lora import LoraSettings, attach
 from oazoo.translators.lora import LoraMap, choose_layers, lora_map
@@ -67,7 +67,7 @@ class Subject:
     def weights(self) -> dict[str, Floats]:
         """Their values, as files have them."""
         if self.adapters is None:
-            return {name: p.values() for name, p in self.model.named_parameters()}
+            return self.model.state_dict()
         return {name: tensor.numpy() for name, tensor in self.learning()}
 
     def load(self, values: Mapping[str, Floats]) -> None:
@@ -83,15 +83,9 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
     """A preset's model with first values, its vocabulary learned from the data where it needs one."""
     chosen = preset(name)
     context = settings.context or chosen.context
-    if chosen.vocab_size is None:
-        definition = byte_tokenizer_json()
-    else:
-        files = data_files(data, suffixes=(*TEXT_SUFFIXES, *EXAMPLE_SUFFIXES))
-        definition = train_byte_level(vocabulary_texts(files), chosen.vocab_size)
-    ends = [] if chosen.vocab_size is None else [0]  # the control token that ends a text comes first
-    tokenizer = Tokenizer(definition, eos_ids=ends)
-    vocabulary = 256 if chosen.vocab_size is None else tokenizer.vocab_size
-    config = chosen.config(vocabulary, context)
+    files = data_files(data, suffixes=(*TEXT_SUFFIXES, *EXAMPLE_SUFFIXES))
+    vocabulary = learn_vocabulary(chosen.vocabulary, files, chosen.vocab_size)
+    config = chosen.config(vocabulary.size, context)
     model = build(config, device)
     model.initialize(device, settings.seed)
     _set_dropout(model, settings.dropout, name)
@@ -100,13 +94,13 @@ def new_model(name: str, settings: TrainSettings, data: Sequence[Path], device: 
         "family": config.family,
         "model": config.to_json(),
         "source": {"format": "trained", "name": name, "architecture": []},
-        "generation": {"eos_ids": ends},
+        "generation": {"eos_ids": list(vocabulary.eos_ids)},
         "tokenizer": {},
         "tool": f"oazoo {__version__}",
     }
-    file = ModelFile(_oam_config(config, document), {"tokenizer.json": definition})
+    file = ModelFile(_oam_config(config, document), {vocabulary.asset: vocabulary.definition})
     identity = {"model": name, "config": config.to_json()}
-    return Subject(name, "new", model, config, tokenizer, None, file, identity)
+    return Subject(name, "new", model, config, vocabulary.tokenizer, None, file, identity)
 
 
 def _set_dropout(model: CausalModel, rate: float, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oazoo.runtime.ops.arithmetic import join_columns
-from oazoo.runtime.ops.common import grid, require, require_dense
+from oazoo.runtime.ops.common import MAX_ELEMENTS, grid, require, require_dense
 from oazoo.runtime.tape import taped
 from oazoo.runtime.tensor import Tensor
 from oazoo.shaders.kernels import ACTIVATIONS
@@ -46,14 +46,17 @@ def activate_gated(x: Tensor, activation: str = "silu") -> Tensor:
     require(both % 2 == 0, op, f"rows of {both} do not split into gate and up")
     width = both // 2
     y = Tensor.empty(x.device, (rows, width))
-    x.device.kernel(f"activate_gated_{activation}").dispatch(
-        (-(-width // 256), rows, 1), {"x": x}, {"y": y}, rows=rows, width=width
-    )
+    require(x.numel <= MAX_ELEMENTS, op, f"{x.numel:,} elements are more than one run can address")
+    groups = grid(-(-y.numel // 256))
+    scalars = {"count": y.numel, "width": width, "columns": groups[0]}
+    if y.numel:
+        x.device.kernel(f"activate_gated_{activation}").dispatch(groups, {"x": x}, {"y": y}, **scalars)
 
     def back(dy: Tensor, want: object) -> tuple[Tensor]:
         dx = Tensor.empty(x.device, x.shape)
-        kernel = x.device.kernel(f"activate_gated_{activation}_back")
-        kernel.dispatch((-(-width // 256), rows, 1), {"x": x, "dy": dy}, {"y": dx}, rows=rows, width=width)
+        if y.numel:
+            kernel = x.device.kernel(f"activate_gated_{activation}_back")
+            kernel.dispatch(groups, {"x": x, "dy": dy}, {"y": dx}, **scalars)
         return (dx,)
 
     return taped(y, (x,), back)

@@ -11,8 +11,9 @@ decoded inside the kernel; sums are float32. Three variants compute the same:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from oazoo.errors import DeviceError
 from oazoo.runtime.ops.activation import activate, activate_gated
@@ -20,6 +21,7 @@ from oazoo.runtime.ops.common import MAX_ELEMENTS, eight_lanes, require, require
 from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.norm import column_sums, rms_norm
 from oazoo.runtime.ops.product import input_gradient, layer_gradients, weight_gradient
+from oazoo.runtime.ops.routing import Groups
 from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS
@@ -37,11 +39,24 @@ _LANES, _LANES_ROWS = 8, 8
 _FEW_ROWS = {"lanes": 2, "group": 4}
 #: wide: rows from which turning weights over pays, and the bytes of them that stay in a processor's cache.
 _MANY_ROWS, _TURNED_BYTES = 32, 4 << 20
+#: Outputs up to which it does not pay whatever the rows: a workgroup has 64 of them.
+_NARROW = 16
 #: Columns of weights, turned over, that a workgroup reads.
 _TURNED_COLUMNS = 64
 
-#: Is told of every product: its input f32 [rows, inputs], after the norm if there is one, and its weights.
-Observer = Callable[[Tensor, Sequence[Tensor]], None]
+
+class Observer(Protocol):
+    """Is told of every product."""
+
+    def __call__(
+        self, x: Tensor, weights: Sequence[Tensor], groups: Groups | None = None, by_token: bool = False
+    ) -> None:
+        """Of a product's input f32 [rows, inputs], after the norm if there is one, and its weights.
+
+        With experts, ``groups`` says which rows each one reads, of those of tokens if ``by_token``, else of slots.
+        """
+
+
 _observers: list[Observer] = []
 
 
@@ -60,6 +75,17 @@ def _tell(x: Tensor, norm: Tensor | None, eps: float, weights: Sequence[Tensor])
         x = x if norm is None else rms_norm(x, norm, eps)
         for observer in _observers:
             observer(x, weights)
+
+
+def observed() -> bool:
+    """Whether anybody wants to be told of products."""
+    return bool(_observers)
+
+
+def tell_experts(x: Tensor, weights: Sequence[Tensor], groups: Groups, by_token: bool) -> None:
+    """Tell of a product with stacks of weights."""
+    for observer in _observers:
+        observer(x, weights, groups, by_token)
 
 
 def linear(
@@ -241,7 +267,8 @@ def _prepare(
     fits = fits and (norm is None or norm.address % 8 == 0)
     if variant is None:
         if fits and eight_lanes(x.device):
-            variant = "lanes" if rows < _MANY_ROWS else "wide"
+            narrow = sum(w.shape[0] for w in weights) <= _NARROW
+            variant = "lanes" if rows < _MANY_ROWS or narrow else "wide"
         else:
             variant = "group" if rows <= _FEW_ROWS["group"] else "tile"
     require(variant in VARIANTS, op, f"there is no variant {variant!r}; there are {', '.join(VARIANTS)}")

@@ -112,7 +112,7 @@ def _weight_gradient(
     _check_size(op, x, outputs * inputs)
     y = out if out is not None else Tensor.empty(dy.device, (outputs, inputs))
     require_dense(y, op, "out", "f32", outputs, inputs)
-    fast = outputs % 8 == 0 and inputs % 4 == 0 and eight_lanes(dy.device)
+    fast = outputs > 0 and inputs % 4 == 0 and eight_lanes(dy.device)
     fast = fast and x.address % 8 == 0 and y.address % 8 == 0
     if _choose(op, fast, variant) == "tile":
         _run_tiles(op, "product_weights_tile", dy, x, y, rows, outputs, out is not None)

@@ -19,7 +19,7 @@ def test_its_examples_run(
     for block in re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S):
         exec(compile(block, str(DOCUMENT), "exec"), {})
         said.append(capsys.readouterr().out.split())
-    (memory, first, last, _), (loss,) = said
+    (memory, first, last, _), (entropy,), (loss,) = said
     assert int(memory) > 1 << 20 and float(last) < float(first)
-    assert 0 <= float(loss) < 1e-3
+    assert 0 <= float(loss) < 1e-3 and 0 < float(entropy) <= 1
     assert (tmp_path / "run" / "best.oam").is_file()

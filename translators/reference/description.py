@@ -22,6 +22,30 @@ def everywhere(layer: int) -> None:
     """No attention window in any layer."""
 
 
+def all_layers(layer: int) -> bool:
+    """Experts in every layer."""
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Feed-forward layers that are mixtures of experts.
+
+    ``names`` gives the tensors of such a layer by role, as :class:`Decoder` does: ``router gate up down`` (or ``gate_up``
+    with gate's rows above up's), and of an expert for all tokens ``shared_gate shared_up shared_down``, its output times a
+    sigmoid of ``shared_scale``. Experts' matrices are a tensor each, with ``{}`` in the name for the number, or a stack
+    [experts, out, in] whose name ends with what the file has.
+    """
+
+    count: int
+    per_token: int
+    #: Whether the probabilities of those chosen are divided by their sum.
+    normalized: bool
+    names: Mapping[str, str]
+    #: Which layers have them.
+    layers: Callable[[int], bool] = field(default=all_layers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """A decoder as its checkpoint states it.
@@ -57,6 +81,7 @@ class Decoder:
     norm_offset: float = 0.0
     activation: str = "silu"
     parallel: bool = False
+    experts: Experts | None = None
     window: Callable[[int], int | None] = field(default=everywhere)
     embedding_scale: float = 1.0
     attention_scale: float | None = None

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from oazoo.formats.source import WeightSource
 from oazoo.translators.reference import maths
-from oazoo.translators.reference.description import Decoder
+from oazoo.translators.reference.description import Decoder, Experts
 from oazoo.translators.reference.maths import Array
 from oazoo.translators.reference.weights import Weights
 
@@ -71,9 +71,42 @@ class _Run:
         mixed = self._attention(number, names, optional_norm("attn_norm", x))
         mixed = optional_norm("attn_post_norm", mixed)
         if self.m.parallel:
-            return x + mixed + self._mlp(names, optional_norm("mlp_norm", x))
+            return x + mixed + self._feed_forward(number, names, optional_norm("mlp_norm", x))
         x = x + mixed
-        return x + optional_norm("mlp_post_norm", self._mlp(names, optional_norm("mlp_norm", x)))
+        fed = self._feed_forward(number, names, optional_norm("mlp_norm", x))
+        return x + optional_norm("mlp_post_norm", fed)
+
+    def _feed_forward(self, number: int, names: Mapping[str, str], x: Array) -> Array:
+        experts = self.m.experts
+        if experts is None or not experts.layers(number):
+            return self._mlp(names, x)
+        at = self.m.layer.format(number)
+        return self._experts(experts, {role: at + name for role, name in experts.names.items()}, x)
+
+    def _experts(self, e: Experts, names: Mapping[str, str], x: Array) -> Array:
+        """Each token through its most probable experts, weighted by probability, and one for all tokens besides."""
+        act = maths.ACTIVATIONS[self.m.activation]
+        scores = self.w.linear(names["router"], x)
+        odds = np.exp(scores - scores.max(axis=1, keepdims=True))
+        odds /= odds.sum(axis=1, keepdims=True)
+        chosen = np.argsort(-odds, axis=1, kind="stable")[:, : e.per_token]
+        shares = np.take_along_axis(odds, chosen, axis=1)
+        if e.normalized:
+            shares /= shares.sum(axis=1, keepdims=True)
+        roles = ("gate_up", "down") if "gate_up" in names else ("gate", "up", "down")
+        y = np.zeros_like(x)
+        stacks = zip(*(self.w.matrices(names[role], e.count) for role in roles), strict=True)
+        for number, matrices in enumerate(stacks):
+            tokens, ranks = np.nonzero(chosen == number)
+            if tokens.size:
+                products = [x[tokens] @ matrix.T for matrix in matrices[:-1]]
+                gate, up = products if len(products) == 2 else np.split(products[0], 2, axis=1)
+                y[tokens] += (act(gate) * up) @ matrices[-1].T * shares[tokens, ranks][:, None]
+        if "shared_scale" in names:
+            roles = ("gate", "up", "down")
+            shared = self._mlp({role: names[f"shared_{role}"] for role in roles}, x)
+            y += shared / (1 + np.exp(-self.w.linear(names["shared_scale"], x)))
+        return y
 
     def _attention(self, number: int, names: Mapping[str, str], x: Array) -> Array:
         m, tokens = self.m, len(x)

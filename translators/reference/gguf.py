@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from oazoo.formats.source import WeightSource
-from oazoo.translators.reference.description import Decoder, Frequencies, NoReferenceError
+from oazoo.translators.reference.description import Decoder, Experts, Frequencies, NoReferenceError
 from oazoo.translators.reference.frequencies import linear, plain, yarn
 
 _NAMES = {
@@ -31,7 +31,10 @@ _NAMES = {
     "down": "ffn_down",
     "mlp_post_norm": "post_ffw_norm",
 }
-_KNOWN = ("llama", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "olmo2", "gpt2", "gptneox")
+_KNOWN = (
+    *("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe"),
+    *("phi3", "gemma", "gemma2", "gemma3", "olmo2", "gpt2", "gptneox"),
+)
 #: Every how many layers one attends to everything, and layers of the model whose scores are scaled by width.
 _PATTERNS, _WIDE = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
 
@@ -52,6 +55,7 @@ def describe(source: WeightSource, arch: str) -> Decoder:
     names = {role: name for role, name in _NAMES.items() if f"blk.0.{name}.weight" in source}
     if arch == "phi3":
         names["gate_up"] = names.pop("up")
+    experts = _experts(source, meta, arch, layers)
     layer_norms = arch in ("gpt2", "gptneox")
     gemma = arch.startswith("gemma")
     scale = (width / heads if layers == _WIDE.get(arch) else head_dim) ** -0.5
@@ -73,6 +77,7 @@ def describe(source: WeightSource, arch: str) -> Decoder:
         rotary=None if arch == "gpt2" else _rotary(source, meta, head_dim, windows),
         interleaved=arch == "llama",
         layer_norms=layer_norms,
+        experts=experts,
         activation=_activation(source, arch),
         parallel=arch == "gptneox" and bool(meta.get("use_parallel_residual", True)),
         window=windows,
@@ -80,6 +85,26 @@ def describe(source: WeightSource, arch: str) -> Decoder:
         attention_scale=scale,
         attention_cap=meta.get("attn_logit_softcapping", 50.0 if arch == "gemma2" else None),
         logit_cap=meta.get("final_logit_softcapping", 30.0 if arch == "gemma2" else None),
+    )
+
+
+def _experts(source: WeightSource, meta: _Metadata, arch: str, layers: int) -> Experts | None:
+    """Stacks of experts; llama.cpp divides by the sum of those chosen but for Qwen2-MoE."""
+    count = int(meta.get("expert_count", 0))
+    if not count:
+        return None
+    shared = {f"shared_{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+    shared["shared_scale"] = "ffn_gate_inp_shexp"
+    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in source for layer in range(min(layers, 4096))]
+    has_shared = any(f"blk.{layer}.ffn_gate_shexp.weight" in source for layer in range(len(sparse)))
+    return Experts(
+        count=count,
+        per_token=int(meta.need("expert_used_count")),
+        normalized=bool(meta.get("expert_weights_norm", arch != "qwen2moe")),
+        names={"router": "ffn_gate_inp"}
+        | {part: f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
+        | (shared if has_shared else {}),
+        layers=lambda layer: sparse[layer],
     )
 
 

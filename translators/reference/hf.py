@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from oazoo.translators.reference.description import Decoder, Frequencies, NoReferenceError
+from oazoo.translators.reference.description import Decoder, Experts, Frequencies, NoReferenceError
 from oazoo.translators.reference.frequencies import of_config
 
 Config = Mapping[str, Any]
@@ -129,6 +129,57 @@ def _qwen_windows(config: Config) -> Callable[[int], int | None]:
         return lambda layer: None
     full = int(_value(config, "max_window_layers", 28))
     return _windows(config, lambda layer: layer >= full)
+
+
+_SHARED = {
+    "shared_gate": "mlp.shared_expert.gate_proj",
+    "shared_up": "mlp.shared_expert.up_proj",
+    "shared_down": "mlp.shared_expert.down_proj",
+    "shared_scale": "mlp.shared_expert_gate",
+}
+
+
+def _mixtral(config: Config) -> Decoder:
+    at = "block_sparse_moe"
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    experts = Experts(
+        count=int(config["num_local_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        normalized=True,
+        names={"router": f"{at}.gate"}
+        | {role: f"{at}.experts.{{}}.{name}.weight" for role, name in names.items()},
+    )
+    settings = {"rms_norm_eps": 1e-5, **config}
+    section = _rope_section(settings)
+    theta = float(_value(section, "rope_theta", _value(config, "rope_theta", 1e6)))
+    head_dim = int(_value(config, "head_dim", config["hidden_size"] // config["num_attention_heads"]))
+    rotary = _rotary(settings, head_dim, theta)
+    return _llama(settings, window=_windows(config, lambda layer: True), experts=experts, rotary=rotary)
+
+
+def _qwen_experts(config: Config, names: Mapping[str, str]) -> Experts:
+    step, plain = int(_value(config, "decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    parts = ("gate", "up", "down")
+    return Experts(
+        count=int(config["num_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        normalized=bool(_value(config, "norm_topk_prob", False)),
+        names={"router": "mlp.gate"}
+        | {part: f"mlp.experts.{{}}.{part}_proj.weight" for part in parts}
+        | dict(names),
+        layers=lambda layer: layer not in plain and (layer + 1) % step == 0,
+    )
+
+
+def _qwen2_moe(config: Config) -> Decoder:
+    if config.get("use_sliding_window"):
+        raise NoReferenceError("windows of Qwen2-MoE are not known to the check")
+    return _llama(config, experts=_qwen_experts(config, _SHARED))
+
+
+def _qwen3_moe(config: Config) -> Decoder:
+    windows = _windows(config, lambda layer: bool(config.get("use_sliding_window")))
+    return _llama(config, _LLAMA | _HEAD_NORMS, window=windows, experts=_qwen_experts(config, {}))
 
 
 def _phi3(config: Config) -> Decoder:
@@ -265,4 +316,7 @@ _FAMILIES: dict[str, Callable[[Config], Decoder]] = {
     "Gemma3ForCausalLM": _gemma3,
     "GPTNeoXForCausalLM": _gpt_neox,
     "GPT2LMHeadModel": gpt2,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }

@@ -70,6 +70,25 @@ class Weights:
         if start != height or left.size:
             raise TranslationError(f"{self._source.path}: {name} ended at row {start} of {height}")
 
+    def matrices(self, name: str, count: int) -> Iterator[Array]:
+        """One matrix after another: those of a stack of ``count``, or of as many tensors where the name has ``{}``."""
+        if "{}" in name:
+            for number in range(count):
+                one = name.format(number)
+                height, width = self._tensor(one, 2).info.shape
+                yield np.concatenate([block for _, block in self.rows(one)]).reshape(height, width)
+            return
+        tensor = self._tensor(name, 3)
+        found, height, width = tensor.info.shape
+        if found != count:
+            raise TranslationError(f"{self._source.path}: {name} has {found} matrices; {count} were expected")
+        left = np.empty(0, np.float32)
+        for chunk in tensor.chunks(height * width):
+            values = np.concatenate([left, self._float(name, chunk)])
+            whole = values.size // (height * width)
+            yield from values[: whole * height * width].reshape(whole, height, width)
+            left = values[whole * height * width :]
+
     def gather(self, name: str, ids: npt.NDArray[np.int64]) -> Array:
         """Rows ``ids`` of a matrix, [ids, width]."""
         height, width = self._tensor(name, 2).info.shape

@@ -1,6 +1,6 @@
 """How the checkpoints of this folder that have no other source were made: tiny random models and their logits.
 
-Needs PyTorch and transformers, which the suite does not: ``python make_goldens.py OUTPUT_FOLDER``. Weights are random, norms
+Needs PyTorch and transformers, which the suite does not: ``python make_goldens.py OUTPUT_FOLDER [NAME …]``. Weights are random, norms
 too (at their defaults a wrong norm would not show), and windows are shorter than the sequence.
 """
 
@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt_neox import GPTNeoXConfig
+from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo2 import Olmo2Config
 from transformers.models.phi3 import Phi3Config
+from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 VOCABULARY, LENGTH = 160, 24
 COMMON = {
@@ -83,11 +86,39 @@ CONFIGS = {
         use_parallel_residual=False,
         tie_word_embeddings=True,
     ),
+    "mixtral": MixtralConfig(
+        **{**GROUPED, "intermediate_size": 48},
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=9,
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **GROUPED,
+        num_hidden_layers=2,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=32,
+        norm_topk_prob=False,
+        mlp_only_layers=[0],
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **GROUPED,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    ),
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     for index, (name, config) in enumerate(CONFIGS.items()):
+        if names and name not in names:
+            continue
         torch.manual_seed(index)
         model = AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():
@@ -106,4 +137,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
