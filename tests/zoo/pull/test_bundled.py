@@ -40,7 +40,7 @@ def _recognised(images: npt.NDArray[np.float32], classes: npt.NDArray[np.int32] 
 
 
 def test_there_are_some() -> None:
-    assert "bytelm-kjv" in BUNDLED
+    assert {"bytelm-kjv", "nanogpt-kjv"} <= set(BUNDLED)
 
 
 @pytest.mark.parametrize("name", BUNDLED)
