@@ -15,6 +15,7 @@ from oazoo.nn.flow import (
 from oazoo.nn.initial import normal, zeros
 from oazoo.nn.layers import Embedding, Linear
 from oazoo.nn.module import Module, ModuleList, Parameter
+from oazoo.nn.moe import Mixture, MoE
 from oazoo.runtime import Device, Tensor
 from oazoo.runtime.ops import flow as ops
 from oazoo.runtime.ops.activation import activate
@@ -96,6 +97,10 @@ class FlowDenoiser(Module):
         """The number that stands for no class."""
         return self.config.num_classes
 
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures of experts of its blocks."""
+        return [module for module in self.modules() if isinstance(module, Mixture)]
+
     def drop(self, condition: Tensor | None) -> Tensor | None:
         """The condition, with a share of :attr:`condition_dropout` of its sequences told nothing; drawn on the device."""
         if condition is None:
@@ -133,6 +138,9 @@ class FlowDenoiser(Module):
         h = self.input_proj(reshaped(sample, batch * config.tokens, config.token_size))
         h = ops.add_repeated(h, self._positions())
         c = self.conditioning(batch, time, condition)
+        losses = any(m.training and (m.balance or m.z) for m in self.mixtures())
+        if self.checkpointing and losses:
+            raise DeviceError("losses of routers are not kept by recomputed layers; leave checkpointing out")
         for block in self.blocks:
 
             def run(x: Tensor, told: Tensor, block: FlowBlock = block) -> Tensor:
@@ -188,4 +196,11 @@ class FlowDenoiser(Module):
 
 
 def _experts(config: FlowConfig) -> MakeExperts:
-    raise DeviceError("a flow model with experts: running a mixture of experts is not there yet")
+    return lambda: MoE(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_experts,
+        config.experts_per_token,
+        eps=config.norm_eps,
+        routing_bias=False,
+    )

@@ -9,6 +9,7 @@ from oazoo.errors import UsageError
 from oazoo.models.flow import FlowDenoiser
 from oazoo.runtime import Program, Tensor, random
 from oazoo.runtime.ops import flow as ops
+from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.loss import mse
 from oazoo.runtime.random import Generator
 from oazoo.runtime.sizing import measuring
@@ -21,6 +22,8 @@ def flow_loss(
     model: FlowDenoiser, source: Generator, clean: Tensor, *told: Tensor, drop: bool = True
 ) -> Tensor:
     """The mean squared error of the velocity at random times of straight paths to random noise; f32 [1].
+
+    While training, losses of routers of experts are added.
 
     Times are spread evenly over a batch, noise and what is dropped of the condition are drawn on the device.
 
@@ -44,7 +47,11 @@ def flow_loss(
     if drop:
         condition = model.drop(condition)
     found = model.velocity(state, time, condition, keep=keep)
-    return mse(found, velocity) if keep is None else ops.masked_mse(found, velocity, keep)
+    loss = mse(found, velocity) if keep is None else ops.masked_mse(found, velocity, keep)
+    for mixture in model.mixtures():
+        if mixture.loss is not None:
+            loss = add(loss, mixture.loss)
+    return loss
 
 
 class FlowStepper:

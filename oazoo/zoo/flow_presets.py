@@ -23,6 +23,7 @@ class FlowPreset:
         patch: side of a patch of images.
         style: as the configuration has it.
         digits: whether it learns scikit-learn's digits unless other data is named.
+        experts, per_token: experts in place of the feed-forward layer, and how many of them a token goes to; 0 for none.
         settings: training settings that differ from the general ones.
     """
 
@@ -34,6 +35,8 @@ class FlowPreset:
     patch: int = 2
     style: str = "oa"
     digits: bool = False
+    experts: int = 0
+    per_token: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, data: FlowData) -> FlowConfig:
@@ -49,6 +52,8 @@ class FlowPreset:
             "num_layers": self.layers,
             "num_heads": self.heads,
             "style": self.style,
+            "num_experts": self.experts,
+            "experts_per_token": self.per_token,
             "num_classes": 0 if data.labels is None else int(data.labels.max()) + 1,
             "condition_features": 0 if data.conditions is None else data.conditions.shape[1],
         }
@@ -107,6 +112,15 @@ FLOW_PRESETS: dict[str, FlowPreset] = {
     ),
     "flow-tiny": FlowPreset(
         "images and sequences, 0.1 M parameters: for trying", hidden=64, layers=2, heads=2, inner=128
+    ),
+    "flow-moe-tiny": FlowPreset(
+        "the same with four experts, two a token",
+        hidden=64,
+        layers=2,
+        heads=2,
+        inner=64,
+        experts=4,
+        per_token=2,
     ),
 }
 

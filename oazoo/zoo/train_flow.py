@@ -57,6 +57,8 @@ Notify = Callable[[str], None]
 _VALIDATED, _ROUNDS = 512, 4
 #: Samples of a picture, and the guidance they are drawn with where there are classes.
 _SHOWN, _GUIDANCE = 100, 2.0
+#: Weight of the loss that keeps experts equally busy.
+_BALANCE = 0.01
 #: Share of conditions that are not told while training, unless another is asked for.
 CONDITION_DROPOUT = 0.1
 
@@ -195,6 +197,8 @@ class FlowRun:
             part, held = data.split(settings.validation, settings.seed)
         items = FlowItems(part, to_tokens(config, rescaled(part, config)))
         held_items = None if held is None else FlowItems(held, to_tokens(config, rescaled(held, config)))
+        for mixture in model.mixtures():
+            mixture.balance = 0.0 if settings.checkpointing else _BALANCE
         model.checkpointing, model.condition_dropout = settings.checkpointing, condition_dropout
         lr = settings.rate(subject.kind)
         optimizer = settings.make_optimizer(subject.learning(), lr)

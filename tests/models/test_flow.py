@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from oa_goldens import Arrays, check_gradients, close, fill, golden, on_device
+from oa_goldens import DATA, Arrays, check_gradients, close, fill, golden, on_device
 
 from oazoo.configs import FlowConfig
 from oazoo.errors import DeviceError
 from oazoo.models.flow import FlowDenoiser
-from oazoo.nn import FlowTimeEmbedding, FlowTransformer, Module
+from oazoo.nn import FlowTimeEmbedding, FlowTransformer
+from oazoo.nn.moe import MoE
 from oazoo.runtime import Tensor, get_device
 from oazoo.runtime.ops import flow as ops
 from oazoo.runtime.ops.arithmetic import reshaped
@@ -27,18 +29,29 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("OAZOO_PORTABLE_KERNELS", "1")
 
 
+def mixture(config: dict[str, Any]) -> MoE:
+    return MoE(
+        config["model_width"],
+        config["hidden_width"],
+        config["num_experts"],
+        config["experts_per_token"],
+        eps=config["epsilon"],
+        routing_bias=False,
+    )
+
+
 def inputs(arrays: Arrays, *names: str) -> list[Tensor | None]:
     return [on_device(arrays[n], grad=f"grad_input_{n}" in arrays) if n in arrays else None for n in names]
 
 
-def check_model(module: Module, arrays: Arrays, y: Tensor, tape: GradientTape, loss: Tensor) -> None:
-    close(y, arrays["output"])
-    close(loss, arrays["loss"])
-    tape.backward(loss)
-    check_gradients(module, {k: v for k, v in arrays.items() if k.startswith("grad_")} | arrays)
-
-
-TRANSFORMERS = ["plain", "masked", "conditioned", "conditioned_masked", "adaptive_unconditioned"]
+TRANSFORMERS = [
+    "plain",
+    "masked",
+    "conditioned",
+    "conditioned_masked",
+    "adaptive_unconditioned",
+    "moe_conditioned",
+]
 
 
 @pytest.mark.usefixtures("kernels")
@@ -52,8 +65,13 @@ def test_transformers(name: str) -> None:
         config["layers"],
         eps=config["epsilon"],
         adaptive=config["adaptive_conditioning"],
+        experts=(lambda: mixture(config)) if config["num_experts"] else None,
     )
-    assert [n for n, _ in module.named_parameters()] == [n for n, _, _ in config["params"]]
+    names = [
+        n.replace("expert_gate_up_", "gate_up.").replace("expert_down_", "down.")
+        for n, _, _ in config["params"]
+    ]
+    assert [n for n, _ in module.named_parameters()] == names
     fill(module, arrays)
     x, condition, keep = inputs(arrays, "tokens", "condition", "token_mask")
     assert x is not None
@@ -145,7 +163,7 @@ def test_quantized_weights(encoding: str) -> None:
 
 
 def test_time_embedding() -> None:
-    with np.load("tests/data/oa/flow_time_embedding.npz") as arrays:
+    with np.load(DATA / "flow_time_embedding.npz") as arrays:
         for index in range(3):
             width, period, scale = arrays[f"args_{index}"]
             module = FlowTimeEmbedding(int(width), float(period), float(scale))
@@ -153,23 +171,17 @@ def test_time_embedding() -> None:
             np.testing.assert_allclose(found, arrays[f"embedding_{index}"], atol=5e-5)
 
 
-def test_paths_and_losses() -> None:
-    arrays, config = golden("flow_ops")
+def test_paths() -> None:
+    arrays, _ = golden("flow_ops")
     state, velocity = ops.linear_match(*(on_device(arrays[n]) for n in ("clean", "noise", "time")))
     close(state, arrays["match_state"])
     close(velocity, arrays["match_velocity"])
-    clock = on_device(np.array([config["delta_time"]], np.float32))
-    for name in ("same", "bcast"):
-        x = on_device(arrays["match_state"], grad=True)
-        target, mask = arrays["match_velocity"], arrays[f"mask_{name}"]
-        with GradientTape() as tape:
-            loss = ops.masked_mse(x, on_device(target), on_device(mask))
-        tape.backward(loss)
-        wide = np.broadcast_to(mask, target.shape).astype(np.float64)
-        d = arrays["match_state"].astype(np.float64) - target
-        close(loss, np.array((wide * d * d).sum() / wide.sum()))
-        close(x.grad, 2 * wide * d / wide.sum())
-    del clock
+
+
+def test_a_model_with_experts_has_the_parameters_of_its_configuration() -> None:
+    config = replace(denoiser(golden("flow_denoiser")[1]).config, num_experts=4, experts_per_token=2)
+    module = FlowDenoiser(config, get_device())
+    assert {n: p.shape for n, p in module.named_parameters()} == config.parameters()
 
 
 def test_wrong_inputs_are_refused() -> None:
