@@ -88,7 +88,7 @@ def test_loss_and_gradients(case: tuple[CausalModel, dict[str, Array]], checkpoi
         loss = model.loss(on_device(inputs), on_device(targets))
     tape.backward(loss)
     assert abs(float(loss.numpy()[0]) - float(io["loss"][0])) < 1e-5
-    wanted = load_file(DATA / str(io["name"]) / "grads.safetensors")
+    wanted = load_file(DATA / f"{io['name']}.grads.safetensors")
     for name, parameter in model.named_parameters():
         gradient = parameter.tensor.grad
         assert gradient is not None, name
