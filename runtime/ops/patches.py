@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from oazoo.runtime.ops.arithmetic import reshaped
 from oazoo.runtime.ops.common import grid, require, require_dense
@@ -42,7 +43,7 @@ def _run(x: Tensor, order: Sequence[int]) -> Tensor:
     sizes, apart = [1] * missing + list(y.shape), [0] * missing + [steps[axis] for axis in order]
     groups = grid(-(-x.numel // 256))
     if x.numel:
-        scalars = {f"n{i}": sizes[i] for i in range(1, _MAX_AXES)} | {
+        scalars: dict[str, Any] = {f"n{i}": sizes[i] for i in range(1, _MAX_AXES)} | {
             f"s{i}": apart[i] for i in range(_MAX_AXES)
         }
         x.device.kernel("permute").dispatch(
