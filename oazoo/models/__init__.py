@@ -25,7 +25,6 @@ def why_not_run(config: ModelConfig) -> str | None:
     if isinstance(config, DecoderConfig) and config.num_experts:
         return "its weights are kept; running a mixture of experts is not there yet"
     attends = (FlowConfig, DecoderConfig, NanoGPTConfig, TransformerConfig)
-    attends = (DecoderConfig, NanoGPTConfig, TransformerConfig)
     if isinstance(config, attends) and config.head_dim > MAX_HEAD_DIM:
         return f"its heads are {config.head_dim} wide; kernels hold heads of up to {MAX_HEAD_DIM}"
     if isinstance(config, MambaConfig):
