@@ -9,11 +9,15 @@ the file is, and the interpreter lock is released inside the loop, so that a thr
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, get_native_id
 from typing import Any
 
+import numpy as np
 from fnv_c.ext import _fnv
 
 OFFSET_BASIS = 0xCBF29CE484222325
@@ -24,8 +28,26 @@ _BUFFER = 1 << 22
 
 #: Called with the number of bytes done since the last call.
 Progress = Callable[[int], None]
-#: A buffer whose first byte is ours, how many bytes of a piece follow it, and where these belong.
-_Job = tuple[bytearray, int, int]
+
+
+class Piece:
+    """A buffer of the background hash. ``data`` ([size] bytes) may be filled; one byte before it is the hash's own."""
+
+    __slots__ = ("_whole", "data")
+    _ALIGNED = 64
+
+    def __init__(self, size: int) -> None:
+        memory = np.empty(size + 2 * self._ALIGNED, np.uint8)
+        start = self._ALIGNED - memory.ctypes.data % self._ALIGNED + self._ALIGNED
+        # Numbers of any type lie in ``data`` as a processor wants them.
+        self._whole = memory[start - 1 : start + size]
+        self.data = self._whole[1:]
+
+
+#: Given the bytes of a piece when everything else has been done with it.
+Seen = Callable[[memoryview], None]
+#: A piece, how many bytes of it are filled, where these belong, and who is to see them.
+_Job = tuple[Piece, int, int, Seen | None]
 
 
 class Fnv1a64:
@@ -60,7 +82,7 @@ class Fnv1a64:
             if progress is not None:
                 progress(got)
 
-    def _absorb(self, scratch: bytearray, count: int) -> None:
+    def _absorb(self, scratch: Any, count: int) -> None:
         """Add ``scratch[1 : 1 + count]``; ``scratch[0]`` is ours."""
         steer = ((self.value & 0xFF) * _LOW_INVERSE & 0xFF) ^ (OFFSET_BASIS & 0xFF)
         scratch[0] = steer
@@ -78,30 +100,36 @@ def _fill(scratch: bytearray, part: memoryview) -> int:
 class BackgroundFnv1a64:
     """FNV-1a 64 of pieces, computed by a thread of its own while the caller goes on; :meth:`close` ends it.
 
-    Pieces are copied, so the caller may reuse its buffers. When the threads fall behind by six pieces of 1 MiB,
-    :meth:`update` waits for them.
+    Pieces are copied by :meth:`update`, so the caller may reuse its buffers; or the caller fills one of ours, which
+    :meth:`take` gives and :meth:`give` takes. When the threads fall behind by six pieces, both wait for them.
 
     Args:
         then: called by a second thread with every piece that has been hashed and with where it belongs: what else takes
-            time, such as writing, goes on beside. Its failure is raised by the next :meth:`update` or :meth:`finish`.
+            time, such as writing, goes on beside. Its failure is raised by the next :meth:`update`, :meth:`take` or
+            :meth:`finish`.
     """
 
-    _PIECE = 1 << 20
+    #: Bytes of a piece.
+    PIECE = 1 << 20
     _PIECES = 6
 
     def __init__(self, then: Callable[[memoryview, int], None] | None = None) -> None:
         self._hash = Fnv1a64()
-        self._free: SimpleQueue[bytearray] = SimpleQueue()
+        self._free: SimpleQueue[Piece] = SimpleQueue()
         self._failure: BaseException | None = None
         for _ in range(self._PIECES):
-            self._free.put(bytearray(self._PIECE + 1))
+            self._free.put(Piece(self.PIECE))
 
-        def absorb(scratch: bytearray, count: int, _: int) -> None:
-            self._hash._absorb(scratch, count)
+        def absorb(piece: Piece, count: int, _: int, seen: Seen | None) -> None:
+            self._hash._absorb(piece._whole, count)
+            if then is None and seen is not None:
+                seen(piece.data[:count].data)
 
-        def pass_on(scratch: bytearray, count: int, position: int) -> None:
+        def pass_on(piece: Piece, count: int, position: int, seen: Seen | None) -> None:
             assert then is not None
-            then(memoryview(scratch)[1 : 1 + count], position)
+            then(piece.data[:count].data, position)
+            if seen is not None:
+                seen(piece.data[:count].data)
 
         stages = [absorb] if then is None else [absorb, pass_on]
         #: A queue before each stage, and what becomes of a piece after it.
@@ -116,14 +144,29 @@ class BackgroundFnv1a64:
 
     def update(self, data: memoryview, position: int = 0) -> None:
         """Add a flat view of bytes; ``position`` is what ``then`` is told of where they begin."""
-        for start in range(0, len(data), self._PIECE):
-            scratch = self._free.get()
-            if self._failure is not None:
-                self._free.put(scratch)
-                raise self._failure
-            self._queues[0].put(
-                (scratch, _fill(scratch, data[start : start + self._PIECE]), position + start)
-            )
+        for start in range(0, len(data), self.PIECE):
+            part = data[start : start + self.PIECE]
+            piece = self.take()
+            piece.data[: len(part)].data[:] = part
+            self.give(piece, len(part), position + start)
+
+    def take(self) -> Piece:
+        """A free piece; :meth:`give` it back, also when it stayed empty (a count of 0)."""
+        piece = self._free.get()
+        if self._failure is not None:
+            self._free.put(piece)
+            raise self._failure
+        return piece
+
+    def give(self, piece: Piece, count: int, position: int = 0, seen: Seen | None = None) -> None:
+        """Add the first ``count`` bytes of a piece; ``position`` as for :meth:`update`.
+
+        ``seen`` is given them last of all, by the last thread.
+        """
+        if count:
+            self._queues[0].put((piece, count, position, seen))
+        else:
+            self._free.put(piece)
 
     def finish(self) -> Fnv1a64:
         """The hash of everything, once all of it has been added; ends the threads."""
@@ -138,7 +181,13 @@ class BackgroundFnv1a64:
             queue.put(None)
             thread.join()
 
-    def _run(self, index: int, work: Callable[[bytearray, int, int], None]) -> None:
+    def _run(self, index: int, work: Callable[[Piece, int, int, Seen | None], None]) -> None:
+        if (
+            index and hasattr(os, "setpriority") and sys.platform == "linux"
+        ):  # elsewhere it would be that of the process
+            # The checksum is the longest job, and cannot be divided: what is done beside gives way to it.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 5)
         after = self._queues[index + 1] if index + 1 < len(self._queues) else None
         while (job := self._queues[index].get()) is not None:
             try:

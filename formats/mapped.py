@@ -11,6 +11,7 @@ so about what is in use, not the size of the file, which matters under a limit o
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import stat
@@ -19,7 +20,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -180,7 +181,7 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading; never blocks on a pipe or device. See :class:`MappedFile` for errors."""
     try:
         mode = path.stat().st_mode
@@ -206,6 +207,10 @@ class MappedTensor(SourceTensor):
         self.info = info
         self._file = file
         self._offset = offset
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        return self._file.path, self._offset
 
     def raw(self) -> npt.NDArray[np.uint8]:
         return self._file.array((self._offset, self.info.nbytes))

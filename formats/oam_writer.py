@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from oazoo.errors import FormatError, UsageError
 from oazoo.formats import encodings
@@ -29,6 +32,8 @@ from oazoo.formats.oam_names import stored_names, with_names
 
 #: Weights below this are hashed at the end: starting a thread would take longer.
 _WORTH_A_THREAD = 1 << 20
+#: Whether the system can write at a position, so that any thread may.
+_STORES = hasattr(os, "pwrite")
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,29 @@ class OamEntry:
     shape: tuple[int, ...]
     encoding: str
     section: Literal["weights", "state"] = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A payload that is put where it is wanted, part by part and in order: nothing is copied twice.
+
+    ``fill(start, out)`` stores the bytes from ``start`` on into all of ``out``, a u8 array in memory that is aligned for
+    any type; every part but the last has a multiple of :attr:`BackgroundFnv1a64.PIECE` bytes before it.
+    """
+
+    nbytes: int
+    fill: Callable[[int, npt.NDArray[np.uint8]], None]
+    #: Given (start, bytes) in the same order by another thread, when they have been stored and before they are gone.
+    seen: Callable[[int, memoryview], None] | None = None
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The payload in buffers of its own."""
+        for start in range(0, self.nbytes, BackgroundFnv1a64.PIECE):
+            out = np.empty(min(BackgroundFnv1a64.PIECE, self.nbytes - start), np.uint8)
+            self.fill(start, out)
+            yield out.data
+            if self.seen is not None:
+                self.seen(start, out.data)
 
 
 @dataclass(slots=True)
@@ -170,8 +198,7 @@ class OamWriter:
             for name, data in self._assets.items():
                 self.write(name, data)
         except BaseException as error:
-            self._drop_sum()
-            self._output.abort()
+            self._give_up()
             if isinstance(error, OSError):
                 raise output_error(self.path, error) from error
             raise
@@ -196,7 +223,7 @@ class OamWriter:
         self._hashed = start + len(table)
         size = next(size for kind, _, size in self._sections if kind == layout.WEIGHTS)
         if size >= _WORTH_A_THREAD:
-            self._sum = BackgroundFnv1a64(self._store if hasattr(os, "pwrite") else None)
+            self._sum = BackgroundFnv1a64(self._store if _STORES else None)
             self._sum.update(memoryview(table), start)
 
     def _drop_sum(self) -> None:
@@ -205,7 +232,9 @@ class OamWriter:
         self._sum = None
 
     def write(self, name: str, data: Any) -> None:
-        """Store the payload of tensor ``name``: one buffer (bytes, NumPy array …), or an iterable of buffers.
+        """Store the payload of tensor ``name``.
+
+        ``data`` is one buffer (bytes, NumPy array …), an iterable of buffers, or a :class:`Filling`.
 
         Raises:
             UsageError: no such entry, or written before.
@@ -228,10 +257,14 @@ class OamWriter:
 
     def _write(self, name: str, slot: _Slot, data: Any, follows: bool) -> None:
         summed = self._sum if follows else None
-        stores = summed is not None and hasattr(os, "pwrite")
+        stores = summed is not None and _STORES
         if summed is not None and slot.size:
             self._add(summed, bytes(slot.offset - slot.begin), slot.begin)
         position = 0
+        if isinstance(data, Filling) and stores:
+            assert summed is not None
+            position = self._fill(summed, slot, data)
+            data = ()
         for piece in _buffers(data):
             if position + len(piece) > slot.size:
                 raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got more")
@@ -244,6 +277,24 @@ class OamWriter:
             raise FormatError(f"{self.path}: tensor {quoted(name)} takes {slot.size} bytes, got {position}")
         if summed is not None and slot.size:
             self._hashed = slot.offset + slot.size
+
+    def _fill(self, summed: BackgroundFnv1a64, slot: _Slot, data: Filling) -> int:
+        """Let ``data`` fill the buffers of the threads themselves; returns how many bytes came."""
+        for start in range(0, min(data.nbytes, slot.size), summed.PIECE):
+            count = min(summed.PIECE, slot.size - start)
+            try:
+                piece = summed.take()
+            except OSError as error:  # of an earlier piece
+                raise output_error(self.path, error) from error
+            try:
+                data.fill(start, piece.data[:count])
+            except BaseException:
+                summed.give(piece, 0)
+                raise
+            summed.give(
+                piece, count, slot.offset + start, None if data.seen is None else partial(data.seen, start)
+            )
+        return data.nbytes
 
     def _add(self, summed: BackgroundFnv1a64, data: bytes | memoryview, offset: int) -> None:
         """Hash bytes of the weights, and where the system can write at a position, store them: by threads, in time."""
@@ -264,35 +315,41 @@ class OamWriter:
         """Write bytes to their place. Any thread may, where the system can write at a position."""
         assert self._output is not None and self._flush is not None
         file, left = self._output.raw, data
-        positioned = hasattr(os, "pwrite")
-        if not positioned:
+        if not _STORES:
             file.seek(offset)
         while left:  # a full disk takes what fits, and says so at the next attempt
-            done = os.pwrite(file.fileno(), left, offset) if positioned else file.write(left)
+            done = os.pwrite(file.fileno(), left, offset) if _STORES else file.write(left)
             left, offset = left[done:], offset + done
         self._flush.wrote(len(data))
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._output is not None
+        assert self._output is not None and self._flush is not None
         output = self._output
         try:
             if kind is None:
                 self._finish()
-            else:
-                self._drop_sum()
+                self._flush.close()
         except BaseException as error:
-            self._drop_sum()
-            output.abort()
+            self._give_up()
             if isinstance(error, OSError):
                 raise output_error(self.path, error) from error
             raise
         if kind is None:
             output.commit()
         else:
-            output.abort()
+            self._give_up()
         self._output = None
+
+    def _give_up(self) -> None:
+        """End the threads and remove the file."""
+        assert self._output is not None
+        self._drop_sum()
+        if self._flush is not None:
+            with suppress(OSError):  # the error that led here is the one to tell
+                self._flush.close()
+        self._output.abort()
 
     def _finish(self) -> None:
         """Write the small sections, then the checksums and headers."""
@@ -375,7 +432,9 @@ def _pack_progress(progress: OamProgress | bytes | None) -> bytes:
 
 
 def _buffers(data: Any) -> Iterable[memoryview]:
-    """``data`` as flat byte views: a buffer, a NumPy array of any type, or an iterable of these."""
+    """``data`` as flat byte views: a buffer, a NumPy array of any type, a filling, or an iterable of these."""
+    if isinstance(data, Filling):
+        return data.pieces()
     if isinstance(data, np.ndarray):
         # Through uint8: types of ml_dtypes do not export the buffer protocol.
         return (np.ascontiguousarray(data).reshape(-1).view(np.uint8).data,)

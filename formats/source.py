@@ -49,6 +49,11 @@ class SourceTensor(ABC):
 
     info: TensorInfo
 
+    @property
+    def place(self) -> tuple[Path, int] | None:
+        """The file in which the stored bytes lie in one piece, and where they begin; None where they do not."""
+        return None
+
     @abstractmethod
     def raw(self) -> npt.NDArray[np.uint8]:
         """The stored bytes ([nbytes], read-only), in memory of their own."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oazoo.errors import OazooError
+from oazoo.version import __version__
 
 if TYPE_CHECKING:
     from oazoo.zoo.convert import convert
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from oazoo.zoo.pull import pull
     from oazoo.zoo.quantize import quantize
     from oazoo.zoo.train import finetune, train
-
-__version__ = "0.1.0"
 
 __all__ = [
     "OazooError",

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     measured = oazoo.evaluate(packed, test, against=dense, context=settings.context or 128)
     model = oazoo.load(packed)
     samples = [
-        model.generate(prompt, raw=True, max_tokens=200, temperature=0.7, top_p=0.95, seed=7).text
+        model.generate(prompt, raw=True, max_tokens=100, temperature=0.7, top_p=0.95, seed=7).text
         for prompt in PROMPTS
     ]
     figures: dict[str, Any] = {

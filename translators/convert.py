@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from oazoo.configs import ModelConfig
 from oazoo.errors import FormatError, OutputError, TranslationError, UsageError
 from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.messages import some
-from oazoo.formats.oam_writer import OamWriter
+from oazoo.formats.oam_writer import Filling, OamWriter
 from oazoo.formats.source import WeightSource
-from oazoo.translators.engine import Measured, TensorPlan, same_bytes, stream
+from oazoo.translators.engine import Fill, Measured, TensorPlan, filling, same_bytes, stream
 from oazoo.translators.plan import Plan, any_layer, plan
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.source_hashes import SourceHashes
@@ -247,6 +247,8 @@ def convert(
         _check_disk(planned, target)
         stamps = _stamps(planned)
         _check_ties(planned)
+        source = planned.checkpoint.source
+        tensors, followed = planned.in_file_order()
         writer = OamWriter(
             out,
             config=planned.oam_config({}),
@@ -255,14 +257,19 @@ def convert(
             overwrite=overwrite,
         )
         total = sum(tensor.nbytes for tensor in planned.tensors)
-        reports, done = [], 0
-        with SourceHashes(files, known) as hashes, writer:
-            for tensor in planned.tensors:
+        reports: dict[str, TensorReport] = {}
+        told = _Told(progress, total)
+        with SourceHashes(files, known, followed) as hashes, writer:
+            for tensor in tensors:
                 measured = Measured()
-                pieces = stream(tensor, planned.checkpoint.source, measured)
-                writer.write(tensor.target, _told(pieces, progress, done, total))
-                done += tensor.nbytes
-                reports.append(tensor_report(tensor, measured))
+                fill = filling(tensor, source, measured)
+                if fill is None:
+                    writer.write(tensor.target, told.pieces(stream(tensor, source, measured)))
+                else:
+                    place = source[tensor.rule.sources[0]].place
+                    follow = hashes.follow if place is not None and place[0] in followed else None
+                    writer.write(tensor.target, told.filling(tensor.nbytes, fill, place, follow))
+                reports[tensor.target] = tensor_report(tensor, measured)
             found = hashes.result(None if progress is None else partial(progress, "hash"))
             _check_unchanged(stamps)
             writer.replace_config(planned.oam_config(found))
@@ -271,19 +278,47 @@ def convert(
             writer.size,
             planned.translator.name,
             planned.config,
-            tuple(reports),
+            tuple(reports[tensor.target] for tensor in planned.tensors),
             planned.checked.ignored,
             planned.notes,
             planned.source_record(found),
         )
 
 
-def _told(pieces: Iterator[Any], progress: Progress | None, done: int, total: int) -> Iterator[Any]:
-    for piece in pieces:
-        yield piece
-        done += piece.nbytes
-        if progress is not None:
-            progress("convert", done, total)
+class _Told:
+    """Tells ``progress`` of what has come, of ``total`` bytes."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._done = 0
+        self._total = total
+
+    def _came(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress("convert", self._done, self._total)
+
+    def pieces(self, pieces: Iterator[Any]) -> Iterator[Any]:
+        for piece in pieces:
+            yield piece
+            self._came(piece.nbytes)
+
+    def filling(
+        self,
+        size: int,
+        fill: Fill,
+        place: tuple[Path, int] | None,
+        follow: Callable[[Path, int, memoryview], None] | None,
+    ) -> Filling:
+        def told(start: int, out: Any) -> None:
+            fill(start, out)
+            self._came(out.nbytes)
+
+        def seen(start: int, data: memoryview) -> None:
+            assert place is not None and follow is not None
+            follow(place[0], place[1] + start, data)
+
+        return Filling(size, told, None if follow is None else seen)
 
 
 def tensor_report(tensor: TensorPlan, measured: Measured) -> TensorReport:

@@ -10,7 +10,7 @@ plus a constant.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -288,6 +288,32 @@ def stream(plan: TensorPlan, source: WeightSource, measured: Measured) -> Iterat
             yield values
         else:
             yield _cast(values, plan, measured)
+
+
+#: Stores the bytes of a tensor from a position on into all of a u8 array.
+Fill = Callable[[int, npt.NDArray[np.uint8]], None]
+
+
+def is_copy(plan: TensorPlan) -> bool:
+    """Whether a target tensor is one source tensor, dense, byte for byte."""
+    identity = isinstance(plan.rule.transform, Identity)
+    return identity and plan.action == "copy" and encodings.get(plan.encoding).kind == "dense"
+
+
+def filling(plan: TensorPlan, source: WeightSource, measured: Measured) -> Fill | None:
+    """What puts the stored bytes of a target tensor in place, in order; None where they must be made (:func:`stream`).
+
+    Fills ``measured``.
+    """
+    if not is_copy(plan):
+        return None
+    tensor, dtype = source[plan.rule.sources[0]], encodings.get(plan.encoding).dtype
+
+    def fill(start: int, out: npt.NDArray[np.uint8]) -> None:
+        tensor.bytes_into(start, out)
+        _count_nonfinite(out.view(dtype), measured)
+
+    return fill
 
 
 def _entries(plan: TensorPlan) -> Iterator[TensorPlan]:

@@ -13,16 +13,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from oazoo.errors import OazooError, TranslationError, UsageError
 from oazoo.translators.exporter import Exporter
-from oazoo.translators.translator import NAMINGS, Checkpoint, Translation, Translator
+from oazoo.translators.translator import NAMINGS, Checkpoint, Translation, Translator, offered
 
-GROUP = "oazoo.translators"
 _Result = TypeVar("_Result")
 
 
@@ -157,7 +156,7 @@ def _guarded_build(entry: Exporter, where: str) -> Callable[[Any], Any]:
 @cache
 def plugins() -> tuple[Plugin, ...]:
     """Every entry point of the group, loaded; those that cannot be have a fault, and hinder no other."""
-    return tuple(_plugin(point) for point in sorted(entry_points(group=GROUP), key=lambda point: point.name))
+    return tuple(_plugin(point) for point in sorted(offered(), key=lambda point: point.name))
 
 
 def _plugin(point: EntryPoint) -> Plugin:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,10 @@ from oazoo.formats.oam_layout import DTYPES as OAM_DTYPES
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.source import WeightSource
 from oazoo.translators.assets import Assets
-from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check
+from oazoo.translators.engine import CHUNK, DTYPES, Checked, TensorPlan, check, is_copy
 from oazoo.translators.fp8 import decode_fp8
 from oazoo.translators.gguf_tokenizer import gguf_assets
 from oazoo.translators.hf_assets import hf_assets
-from oazoo.translators.onnx_ours import our_assets, our_provenance
 from oazoo.translators.packed import refuse_packed
 from oazoo.translators.raw_config import RawConfig
 from oazoo.translators.settings import read_small
@@ -37,6 +35,7 @@ from oazoo.translators.translator import (
     open_checkpoint,
     plugin_faults,
 )
+from oazoo.version import __version__
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,7 +133,23 @@ class Plan:
 
     def entries(self) -> list[OamEntry]:
         """The weights as the writer takes them."""
-        return [OamEntry(tensor.target, tensor.shape, tensor.encoding) for tensor in self.tensors]
+        return [OamEntry(tensor.target, tensor.shape, tensor.encoding) for tensor in self.in_file_order()[0]]
+
+    def in_file_order(self) -> tuple[Sequence[TensorPlan], frozenset[Path]]:
+        """The tensors in the order in which they are written, and the files of the source that this reads from begin to end.
+
+        Where all are copies of what lies in the files, the order is that of the files, so that reading them once gives their
+        SHA-256, too. Otherwise it is that of the plan, and no file is named.
+        """
+        source = self.checkpoint.source
+        files = {path: index for index, path in enumerate(source.files)}
+        places: dict[str, tuple[int, int]] = {}
+        for tensor in self.tensors:
+            place = source[tensor.rule.sources[0]].place
+            if place is None or place[0] not in files or not is_copy(tensor):
+                return self.tensors, frozenset()
+            places[tensor.target] = files[place[0]], place[1]
+        return sorted(self.tensors, key=lambda tensor: places[tensor.target]), frozenset(files)
 
     def oam_assets(self) -> dict[str, bytes]:
         """Asset name (without the prefix) → bytes."""
@@ -150,7 +165,7 @@ class Plan:
             "source": self.source_record(hashes),
             "generation": {**(self.provenance.get("generation") or {}), **self.assets.generation},
             "tokenizer": dict(self.assets.tokens),
-            "tool": f"oazoo {_version()}",
+            "tool": f"oazoo {__version__}",
         }
         kinds = [tensor.encoding for tensor in self.tensors if tensor.encoding in OAM_DTYPES]
         return OamConfig(
@@ -283,6 +298,8 @@ def plan(
         if checkpoint.naming == "gguf":
             assets = gguf_assets(checkpoint, rows, with_tokenizer)
         elif checkpoint.naming == "onnx" and checkpoint.declared == ("oazoo",):
+            from oazoo.translators.onnx_ours import our_assets  # brings the writing of graphs along
+
             assets, read = our_assets(checkpoint, rows, with_tokenizer)
             side_files = tuple(read)
         elif checkpoint.naming != "hf":
@@ -310,14 +327,6 @@ def plan(
         raise
 
 
-def _version() -> str:
-    """The version of the installed package (the package itself is above this layer)."""
-    try:
-        return version("oazoo")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 def _own_name(checkpoint: Checkpoint) -> str:
     path = checkpoint.folder or checkpoint.source.path
     return _stated(checkpoint, "name") or _text_of(path.resolve().name)
@@ -334,6 +343,8 @@ def _stated(checkpoint: Checkpoint, key: str) -> str | None:
     if checkpoint.naming == "gguf":
         value = checkpoint.config.get(f"general.{key}")
     elif checkpoint.naming == "onnx":
+        from oazoo.translators.onnx_ours import our_provenance
+
         value = our_provenance(checkpoint).get(key)
     return value[:256] if isinstance(value, str) and value else None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
@@ -29,17 +29,27 @@ class SourceHashes:
     Args:
         files: the files.
         known: file name → SHA-256 that the file must have, as far as they are known.
+        followed: those of the files that are read from begin to end anyway, so that the thread leaves them alone: who reads
+            them hands what was read to :meth:`follow`.
     """
 
-    def __init__(self, files: Sequence[Path], known: Mapping[str, str]) -> None:
+    def __init__(
+        self, files: Sequence[Path], known: Mapping[str, str], followed: Collection[Path] = ()
+    ) -> None:
         self._files = tuple(files)
         self._known = known
+        self._following = {path: _Hashing(path) for path in self._files if path in followed}
         self.total = sum(path.stat().st_size for path in self._files)
-        self.done = 0
+        self._done = 0
         self._digests: dict[str, str] = {}
         self._failure: BaseException | None = None
         self._stop = Event()
         self._thread = Thread(target=self._run, name="oazoo-sha256", daemon=True)
+
+    @property
+    def done(self) -> int:
+        """Bytes that have been hashed."""
+        return self._done + sum(hashing.done for hashing in self._following.values())
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -50,6 +60,15 @@ class SourceHashes:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        for hashing in self._following.values():
+            hashing.close()
+
+    def follow(self, path: Path, offset: int, data: memoryview) -> None:
+        """Bytes of a followed file, from ``offset`` on. One thread at a time calls this.
+
+        In whatever order they come, every byte is hashed once: those that were passed over are read here.
+        """
+        self._following[path].take(offset, data)
 
     def result(self, progress: Told | None = None) -> dict[str, str]:
         """The SHA-256 of every file by name, in hexadecimal, when all are known.
@@ -57,6 +76,11 @@ class SourceHashes:
         Raises:
             FormatError: a file is not what it was when its hash became known.
         """
+        for path, hashing in self._following.items():
+            while hashing.read_on():
+                if progress is not None:
+                    progress(self.done, self.total)
+            self._digests[path.name] = hashing.digest()
         while self._thread.is_alive():
             self._thread.join(0.1)
             if progress is not None:
@@ -78,17 +102,57 @@ class SourceHashes:
     def _run(self) -> None:
         try:
             for path in self._files:
-                self._digests[path.name] = self._hash(path)
+                if path not in self._following:
+                    self._digests[path.name] = self._hash(path)
         except BaseException as error:
             self._failure = error
 
     def _hash(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        buffer = bytearray(_READ)
-        view = memoryview(buffer)
-        with open_regular(path) as file:
-            # Unbuffered: straight into our buffer.
-            while not self._stop.is_set() and (got := os.readv(file.fileno(), [buffer])):
-                digest.update(view[:got])
-                self.done += got
-        return digest.hexdigest()
+        hashing = _Hashing(path)
+        try:
+            while not self._stop.is_set() and (got := hashing.read_on()):
+                self._done += got
+            return hashing.digest()
+        finally:
+            hashing.close()
+
+
+class _Hashing:
+    """The SHA-256 of one file; ``done`` bytes of it from the start have been taken."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sha = hashlib.sha256()
+        self._file: io.BufferedReader | None = None
+        self._buffer = bytearray()
+        self.done = 0
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """Bytes of the file from ``offset`` on, which are hashed once all before them are."""
+        while self.done < offset:
+            if not self.read_on(offset - self.done):
+                raise FormatError(f"{self._path}: changed while it was read: the file is shorter than it was")
+        left = data[self.done - offset :]
+        self._sha.update(left)
+        self.done += len(left)
+
+    def read_on(self, most: int = _READ) -> int:
+        """Hash the next bytes from the file itself; returns how many there were, 0 at its end."""
+        if self._file is None:
+            self._file = open_regular(self._path)
+            self._buffer = bytearray(_READ)
+        self._file.seek(self.done)
+        view = memoryview(self._buffer)[: min(most, _READ)]
+        got = self._file.readinto(view)
+        self._sha.update(view[:got])
+        self.done += got
+        return got
+
+    def digest(self) -> str:
+        """In hexadecimal."""
+        return self._sha.hexdigest()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

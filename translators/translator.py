@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from oazoo.translators.settings import Settings, read_json
 
 MAX_CONFIG_BYTES = 16 << 20
 _SHARD = re.compile(r"-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors$")
+#: The entry point group under which other packages offer translators.
+GROUP = "oazoo.translators"
 #: Whose tensor names and setting keys a checkpoint can use; see :class:`Checkpoint`.
 NAMINGS = ("hf", "gguf", "torch", "onnx", "raw")
 
@@ -84,28 +87,85 @@ class Translator:
     translate: Callable[[Checkpoint], Translation] = field(repr=False)
 
 
-@cache
-def translators() -> dict[str, Translator]:
-    """All translators by name: those of this package, then those of others (:mod:`oazoo.translators.own_map`)."""
+def _found_in(module: str) -> Sequence[Translator]:
     import oazoo.translators as package
-    from oazoo.translators.own_map import plugins
 
-    found: dict[str, Translator] = {}
+    return getattr(importlib.import_module(f"{package.__name__}.{module}"), "TRANSLATORS", ())
+
+
+@cache
+def _texts() -> dict[str, bytes | None]:
+    """The modules of this package that can have translators, with their text; None where it is not to be had.
+
+    Importing all that have none takes much longer than reading them.
+    """
+    import oazoo.translators as package
+
+    found: dict[str, bytes | None] = {}
     for module in pkgutil.iter_modules(package.__path__):
-        entries = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "TRANSLATORS", ())
-        for entry in entries:
+        text = _text(package.__path__, module.name)
+        if not module.ispkg and (text is None or b"\nTRANSLATORS" in text):
+            found[module.name] = text
+    return found
+
+
+def _text(folders: Sequence[str], module: str) -> bytes | None:
+    for folder in folders:
+        try:
+            return (Path(folder) / f"{module}.py").read_bytes()
+        except OSError:
+            continue
+    return None
+
+
+def _reading(declared: Sequence[str]) -> Translator | None:
+    """The one translator of this package that reads a declared architecture, found by the text of its module.
+
+    None where that does not tell: then all have to be asked.
+    """
+    names = [name.partition(":")[2].encode() for name in declared]
+    modules = [
+        module for module, text in _texts().items() if text is None or any(name in text for name in names)
+    ]
+    entries = [
+        entry for module in modules for entry in _found_in(module) if set(declared) & set(entry.accepts)
+    ]
+    return entries[0] if len(entries) == 1 else None
+
+
+@cache
+def _ours() -> dict[str, Translator]:
+    """The translators of this package by name."""
+    found: dict[str, Translator] = {}
+    for module in _texts():
+        for entry in _found_in(module):
             if entry.name in found:
                 raise TranslationError(f"two translators are named {entry.name!r}")
             found[entry.name] = entry
-    found = dict(sorted(found.items()))
+    return dict(sorted(found.items()))
+
+
+@cache
+def translators() -> dict[str, Translator]:
+    """All translators by name: those of this package, then those of others (:mod:`oazoo.translators.own_map`)."""
+    from oazoo.translators.own_map import plugins
+
+    found = dict(_ours())
     for plugin in plugins():
         for entry in plugin.offers.translators:
             found.setdefault(entry.name, entry)
     return found
 
 
+def offered() -> Sequence[EntryPoint]:
+    """The entry points under which other packages offer maps."""
+    return tuple(entry_points(group=GROUP))
+
+
 def plugin_faults() -> list[str]:
     """A line for each translator of another package that cannot be used, or not under its name."""
+    if not offered():
+        return []
     from oazoo.translators.own_map import plugins
 
     lines = []
@@ -140,8 +200,8 @@ def choose(checkpoint: Checkpoint, arch: str = "auto", own: Sequence[Translator]
     """
     if own:
         return _choose_own(checkpoint, arch, own)
-    known = translators()
     if arch != "auto":
+        known = translators()
         if arch not in known:
             _refuse_faulty(arch)
             raise UsageError(f"unknown architecture {arch[:64]!r}; known: auto, {', '.join(known)}")
@@ -150,9 +210,13 @@ def choose(checkpoint: Checkpoint, arch: str = "auto", own: Sequence[Translator]
             raise TranslationError(f"the translator {arch!r} does not read {checkpoint.naming} checkpoints")
         return chosen
     declared = [f"{checkpoint.naming}:{name}" for name in checkpoint.declared]
-    for entry in known.values():
-        if any(name in entry.accepts for name in declared):
-            return entry
+    if declared and (found := _reading(declared)) is not None:
+        return found
+    # Ours come first: only for what they do not read are other packages looked for.
+    for entries in (_ours, translators):
+        for entry in entries().values():
+            if any(name in entry.accepts for name in declared):
+                return entry
     shown = ", ".join(repr(name[:64]) for name in checkpoint.declared) or "none"
     raise TranslationError(
         f"{checkpoint.where}: unsupported architecture {shown}.\n"

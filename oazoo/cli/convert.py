@@ -203,13 +203,13 @@ def _show(found: CheckReport, output: Path) -> None:
 
 def _is_oa(source: str) -> bool:
     """Whether it is a local file that OA wrote."""
+    path = Path(source)
+    if path.suffix != ".oam" or not path.is_file():
+        return False
     from oazoo.formats.oam import OamSource
     from oazoo.zoo.files import open_file
     from oazoo.zoo.oa_checkpoint import is_oa
 
-    path = Path(source)
-    if path.suffix != ".oam" or not path.is_file():
-        return False
     with open_file(path) as opened:
         return isinstance(opened, OamSource) and is_oa(opened)
 

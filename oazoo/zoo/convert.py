@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from oazoo.errors import OazooError
 from oazoo.formats.atomic import check_not_input
 from oazoo.translators.convert import ConversionReport, Progress
 from oazoo.translators.convert import convert as translate
-from oazoo.translators.own_map import load_map
 from oazoo.translators.plan import Plan, plan
-from oazoo.zoo.cards import load_card
+from oazoo.translators.translator import Translator
 from oazoo.zoo.pull import PulledModel, pull
 
 
@@ -28,6 +27,8 @@ def provenance_of(pulled: PulledModel) -> dict[str, Any]:
             "license": pulled.license,
         }
     if pulled.card is not None:
+        from oazoo.zoo.cards import load_card
+
         known["generation"] = dict(load_card(pulled.card).generation)
     return {key: value for key, value in known.items() if value is not None}
 
@@ -72,7 +73,7 @@ def convert(
         from oazoo.zoo.check import check_tolerance as checked
 
         checked(check_tolerance)
-    own = load_map(map_file).translators if map_file is not None else ()
+    own = _own(map_file)
     pulled = fetch(source, progress, notify)
     check_not_input(output, pulled.files)
     report = translate(
@@ -108,11 +109,20 @@ def plan_conversion(
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """The checked plan of a conversion, for ``--dry-run``; close it."""
-    own = load_map(map_file).translators if map_file is not None else ()
+    own = _own(map_file)
     pulled = fetch(source, progress, notify)
     return plan(
         pulled.path, arch, dtype, with_tokenizer=with_tokenizer, provenance=provenance_of(pulled), own=own
     )
+
+
+def _own(map_file: str | Path | None) -> Sequence[Translator]:
+    """The translators of a map that was named."""
+    if map_file is None:
+        return ()
+    from oazoo.translators.own_map import load_map
+
+    return load_map(map_file).translators
 
 
 def fetch(

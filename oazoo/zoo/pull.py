@@ -12,15 +12,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oazoo.errors import PullError, UsageError
 from oazoo.formats.gguf_split import all_parts
-from oazoo.zoo.cards import Card, CardSource, card_names, load_card
 from oazoo.zoo.progress import Progress, no_progress
 from oazoo.zoo.refs import BundledRef, CardRef, LocalRef, UrlRef, WheelRef, parse_ref
 from oazoo.zoo.sources import Notify, Resolved, Source, refuse_pickle, source_for
 from oazoo.zoo.sources_bundled import BundledSource
 from oazoo.zoo.store import Manifest, Store, is_offline, now
+
+if TYPE_CHECKING:
+    from oazoo.zoo.cards import Card, CardSource
 
 _LOG = logging.getLogger("oazoo.zoo")
 #: What ends so is the name of a file, whether it exists or not.
@@ -76,6 +79,14 @@ def pull(
     if not isinstance(ref, str):
         raise UsageError(f"a model is named by a text or a Path, not by {type(ref).__name__}")
     parsed = parse_ref(ref)
+    if isinstance(parsed, LocalRef):
+        return _local(parsed.path)
+    from oazoo.zoo.cards import (  # not needed by a conversion of what is at hand
+        CardSource,
+        card_names,
+        load_card,
+    )
+
     if isinstance(parsed, CardRef) and parsed.name not in card_names():
         path = Path(parsed.text)
         if path.exists() or path.suffix.lower() in _WEIGHT_SUFFIXES:

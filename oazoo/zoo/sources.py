@@ -11,14 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oazoo.errors import FormatError, PullError
 from oazoo.formats.gguf_split import first_part
 from oazoo.formats.mapped import open_regular
-from oazoo.zoo.cards import CardSource
 from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import BundledRef, HubRef, WheelRef
 from oazoo.zoo.store import StoredFile
+
+if TYPE_CHECKING:
+    from oazoo.zoo.cards import CardSource
 
 #: File name ends of weights that a pull takes, the preferred first.
 WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".oam", ".onnx")

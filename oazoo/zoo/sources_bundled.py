@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oazoo.errors import PullError
-from oazoo.zoo.cards import CardFile
 from oazoo.zoo.progress import Progress
 from oazoo.zoo.refs import BundledRef
 from oazoo.zoo.sources import Fetched, Resolved, Source
 from oazoo.zoo.store import StoredFile, make_key
+
+if TYPE_CHECKING:
+    from oazoo.zoo.cards import CardFile
 
 
 class BundledSource(Source):

@@ -25,8 +25,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from oazoo import __version__
 from oazoo.errors import PullError
 from oazoo.zoo.refs import check_relative
@@ -40,11 +38,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def home() -> Path:
     """The folder of the store: ``OAZOO_HOME``, or the platform's cache folder."""
     chosen = os.environ.get("OAZOO_HOME")
-    return (
-        Path(chosen).expanduser().absolute()
-        if chosen
-        else platformdirs.user_cache_path("oazoo", appauthor=False)
-    )
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    import platformdirs  # not needed by a conversion of what is at hand
+
+    return platformdirs.user_cache_path("oazoo", appauthor=False)
 
 
 def is_offline() -> bool:

@@ -12,10 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from oazoo.errors import OutputError, UsageError
-from oazoo.formats.atomic import AtomicFile, atomic_file, check_output, write_atomically
+from oazoo.formats.atomic import AtomicFile, EarlyFlush, atomic_file, check_output, write_atomically
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.safetensors_writer import write_safetensors
@@ -216,3 +217,40 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     living.commit()
     assert (tmp_path / "living").read_bytes() == b"going on"
     assert foreign.exists()
+
+
+def test_what_is_written_is_flushed_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(EarlyFlush, "STEP", 100)
+    monkeypatch.setattr(os, "fdatasync", flushed.append, raising=False)
+    with (tmp_path / "x").open("wb") as file:
+        flush = EarlyFlush(file)
+        flush.wrote(99)
+        flush.close()
+        assert not flushed  # too little yet
+        flush.wrote(1)
+        flush.close()
+        assert flushed == [file.fileno()]
+
+
+def test_a_failure_of_an_early_flush_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells it once; the flush at the end would succeed."""
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(EarlyFlush, "STEP", 100)
+    monkeypatch.setattr(os, "fdatasync", fail, raising=False)
+    with (tmp_path / "x").open("wb") as file:
+        flush = EarlyFlush(file)
+        flush.wrote(100)
+        with pytest.raises(OSError, match="Input/output"):
+            flush.close()
+    target = tmp_path / "m.oam"
+    entries = [OamEntry("w", (1 << 20,), "u8")]
+    with (
+        pytest.raises(OutputError, match=r"m\.oam: cannot be written: Input/output error"),
+        OamWriter(target, config=OamConfig("raw"), entries=entries) as writer,
+    ):
+        writer.write("w", np.zeros(1 << 20, np.uint8))
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -147,3 +147,25 @@ def test_a_failure_of_the_second_thread_is_raised() -> None:
         digest.update(memoryview(bytes(30 << 20)))
     with pytest.raises(OSError, match="no space"):
         digest.finish()
+
+
+def test_pieces_that_the_caller_fills() -> None:
+    data = np.random.default_rng(5).integers(0, 256, 5_000_001, np.uint8)
+    stored = np.zeros_like(data)
+    seen: list[tuple[int, bytes]] = []
+
+    def store(piece: memoryview, position: int) -> None:
+        stored[position : position + len(piece)] = piece
+
+    digest = BackgroundFnv1a64(store)
+    for start in range(0, data.size, digest.PIECE):
+        part = data[start : start + digest.PIECE]
+        piece = digest.take()
+        assert piece.data.ctypes.data % 64 == 0
+        piece.data[: part.size] = part
+        digest.give(piece, part.size, start, lambda view, start=start: seen.append((start, bytes(view))))
+        digest.give(digest.take(), 0)  # one that stayed empty counts for nothing
+    assert digest.finish().value == fnv1a64(data)
+    assert np.array_equal(stored, data)
+    assert b"".join(part for _, part in seen) == data.tobytes()
+    assert [start for start, _ in seen] == list(range(0, data.size, digest.PIECE))

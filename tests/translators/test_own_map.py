@@ -21,6 +21,7 @@ from oazoo.cli.main import main
 from oazoo.errors import TranslationError, UsageError
 from oazoo.translators import convert, plan, supported, translators
 from oazoo.translators import own_map as module
+from oazoo.translators import translator as registry
 from oazoo.translators.exporter import exporters
 from oazoo.translators.own_map import OwnMap, load_map
 from oazoo.translators.translator import plugin_faults
@@ -459,9 +460,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         points = []
         for name, text in modules.items():
             save(tmp_path / f"plugged_{name}.py", text)
-            points.append(EntryPoint(name, f"plugged_{name}", module.GROUP))
+            points.append(EntryPoint(name, f"plugged_{name}", registry.GROUP))
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(module, "entry_points", lambda group: points)
+        monkeypatch.setattr(registry, "entry_points", lambda group: points)
         clear()
 
     yield install

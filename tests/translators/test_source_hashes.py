@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import random
 import threading
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import pytest
 from checkpoints import LLAMA, gguf_names, llama_folder, llama_metadata, llama_tensors, write_gguf
 
 from oazoo.errors import FormatError, UsageError
-from oazoo.translators import convert
+from oazoo.formats.oam import OamSource
+from oazoo.translators import convert, plan
 from oazoo.translators.source_hashes import SourceHashes
 
 
@@ -23,6 +26,49 @@ def test_hashes_and_progress(tmp_path: Path) -> None:
         found = hashes.result(lambda done, total: seen.append((done, total)))
     assert found == {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     assert seen[-1] == (2_560_001, 2_560_001) and seen == sorted(seen)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 3), (3, 0, 1), (2, 2, 0), ()])
+def test_a_followed_file_is_hashed_once_and_whole(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """In whatever order its parts come, and whatever is left out."""
+    content = random.Random(1).randbytes(4_500_000)
+    path, beside = tmp_path / "followed", tmp_path / "beside"
+    path.write_bytes(content)
+    beside.write_bytes(b"x")
+    step = 1_100_000
+    with SourceHashes([path, beside], {}, {path}) as hashes:
+        for part in order:
+            hashes.follow(path, part * step, memoryview(content)[part * step : (part + 1) * step])
+        found = hashes.result()
+    assert found == {
+        "followed": hashlib.sha256(content).hexdigest(),
+        "beside": hashlib.sha256(b"x").hexdigest(),
+    }
+    assert hashes.done == hashes.total == len(content) + 1
+
+
+def test_a_followed_file_that_shrinks(tmp_path: Path) -> None:
+    path = tmp_path / "followed"
+    path.write_bytes(bytes(10))
+    with SourceHashes([path], {}, {path}) as hashes, pytest.raises(FormatError, match="shorter than it was"):
+        hashes.follow(path, 20, memoryview(b"abc"))
+
+
+def test_copies_are_read_once_in_the_order_of_the_files(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "hf")
+    with plan(folder) as planned:
+        tensors, followed = planned.in_file_order()
+        source = planned.checkpoint.source
+        offsets = [source[tensor.rule.sources[0]].place for tensor in tensors]
+    assert followed == {folder / "model.safetensors"}
+    assert offsets == sorted(offsets) and {t.target for t in tensors} == {t.target for t in planned.tensors}
+    convert(folder, tmp_path / "m.oam")
+    with OamSource(tmp_path / "m.oam") as made:
+        assert list(made) == [tensor.target for tensor in tensors]
+        recorded = json.loads(made.config.payload)["source"]["files"][0]
+    assert recorded["sha256"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    with plan(folder, dtype="f16") as rounded:
+        assert rounded.in_file_order() == (rounded.tensors, frozenset())
 
 
 def test_leaving_early_ends_the_thread(tmp_path: Path) -> None:

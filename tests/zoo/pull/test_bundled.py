@@ -27,7 +27,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_some() -> None:
-    assert "bytelm-kjv" in BUNDLED
+    assert {"bytelm-kjv", "nanogpt-kjv"} <= set(BUNDLED)
 
 
 @pytest.mark.parametrize("name", BUNDLED)
