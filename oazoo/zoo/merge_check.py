@@ -113,4 +113,5 @@ def _prompts(model: TextModel) -> list[list[int]]:
 def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     wide = logits.astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    result: npt.NDArray[np.float64] = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    return result

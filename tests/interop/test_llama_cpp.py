@@ -105,7 +105,7 @@ def test_adapters_load_and_merged_models_answer_as_pefts_model(tmp_path: Path) -
         write_pairs(source, pairs, tmp_path / "adapter.gguf")
     base = Loaded(tmp_path / "base.gguf")
     loaded = base.model.lora_adapter_init(str(tmp_path / "adapter.gguf"))
-    facts = {loaded.meta_key_by_index(n): loaded.meta_val_str_by_index(n) for n in range(loaded.meta_count)}
+    facts = {loaded.meta_key_by_index(n): loaded.meta_val_str_by_index(n) for n in range(loaded.meta_count())}
     alpha = next(iter(found.pairs.values())).alpha
     assert facts["general.type"] == "adapter" and float(facts["adapter.lora.alpha"]) == alpha
     merge(model, adapter, tmp_path / "merged.oam")
