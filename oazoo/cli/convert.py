@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     help="What dense tensors become. keep: quantised ones stay packed where that loses nothing, else f16.",
 )
 @click.option(
-    "--experts-per-token", type=int, help="Experts that a token goes to, of a checkpoint that OA wrote, if it has any."
+    "--experts-per-token",
+    type=int,
+    help="Experts that a token goes to, of a checkpoint that OA wrote, if it has any.",
 )
 @click.option(
     "--heads",

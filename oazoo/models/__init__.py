@@ -21,9 +21,6 @@ from oazoo.runtime.ops.attention import MAX_HEAD_DIM
 
 def why_not_run(config: ModelConfig) -> str | None:
     """Why a model of this configuration is kept as weights and not run yet; None if it runs."""
-    if isinstance(config, FlowConfig) and config.num_experts:
-    if isinstance(config, DecoderConfig) and config.num_experts:
-        return "its weights are kept; running a mixture of experts is not there yet"
     attends = (FlowConfig, DecoderConfig, NanoGPTConfig, TransformerConfig)
     if isinstance(config, attends) and config.head_dim > MAX_HEAD_DIM:
         return f"its heads are {config.head_dim} wide; kernels hold heads of up to {MAX_HEAD_DIM}"
