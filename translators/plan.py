@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
-        """What is written, in file order."""
+        """What is written, in the order of the config's parameters."""
         order = {name: number for number, name in enumerate(self.config.parameters())}
         return tuple(sorted(self.checked.tensors, key=lambda tensor: order[tensor.target]))
 

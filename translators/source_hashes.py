@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
@@ -123,8 +122,9 @@ class _Hashing:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._sha = hashlib.sha256()
-        self._file: io.BufferedReader | None = None
-        self._buffer = bytearray()
+        # Now: what becomes of the name later does not matter.
+        self._file = open_regular(path)
+        self._buffer = bytearray(_READ)
         self.done = 0
 
     def take(self, offset: int, data: memoryview) -> None:
@@ -138,9 +138,6 @@ class _Hashing:
 
     def read_on(self, most: int = _READ) -> int:
         """Hash the next bytes from the file itself; returns how many there were, 0 at its end."""
-        if self._file is None:
-            self._file = open_regular(self._path)
-            self._buffer = bytearray(_READ)
         self._file.seek(self.done)
         view = memoryview(self._buffer)[: min(most, _READ)]
         got = self._file.readinto(view)
@@ -154,5 +151,4 @@ class _Hashing:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()

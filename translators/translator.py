@@ -96,7 +96,6 @@ def _found_in(module: str) -> Sequence[Translator]:
     return getattr(importlib.import_module(f"{package.__name__}.{module}"), "TRANSLATORS", ())
 
 
-@cache
 def _texts() -> dict[str, bytes | None]:
     """The modules of this package that can have translators, with their text; None where it is not to be had.
 
@@ -136,7 +135,6 @@ def _reading(declared: Sequence[str]) -> Translator | None:
     return entries[0] if len(entries) == 1 else None
 
 
-@cache
 def _ours() -> dict[str, Translator]:
     """The translators of this package by name."""
     found: dict[str, Translator] = {}

@@ -90,9 +90,7 @@ def check_answers(path: Path, golden: str | None) -> None:
 def check_same(first: Path, again: Path) -> None:
     """The same model: config, and every value that it computes with."""
     with OamSource(first) as a, OamSource(again) as b:
-        assert sorted(a) == sorted(
-            b
-        )  # the order is that of the source, where it can be read from begin to end
+        assert sorted(a) == sorted(b)
         families = a.metadata["family"], b.metadata["family"]
     assert families[0] == families[1]
     one, other = load_oam(first)[1], load_oam(again)[1]

@@ -43,7 +43,7 @@ def test_overview_imports_no_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     *overview, loaded = done.stdout.splitlines()
-    assert loaded == "['oazoo.cli', 'oazoo.cli.common', 'oazoo.cli.main', 'oazoo.errors']"
+    assert loaded == "['oazoo.cli', 'oazoo.cli.common', 'oazoo.cli.main', 'oazoo.errors', 'oazoo.version']"
     text = "\n".join(overview)
     for name in ("pull", "list", "show"):
         assert f"  {name} " in text
