@@ -97,7 +97,7 @@ def test_a_checkpoint_of_oa(name: str, tmp_path: Path) -> None:
     assert run.trainer.stepper.optimizer.steps_taken == 5
     run.fit()
     assert to_section(run.trainer.stepper.optimizer).step == 7
-    with pytest.raises(UsageError, match="has no heads"):
+    with pytest.raises(UsageError, match="has neither heads nor experts"):
         import_oa(theirs, tmp_path / "no.oam", heads=2)
 
 

@@ -204,11 +204,15 @@ def test_the_page_has_all_rows() -> None:
     assert used == set(MESSAGES)
 
 
+#: No language models: docs/flow.md, tests/translators/test_dit.py.
+FLOW = {f"{naming}:{name}" for naming in ("torch", "hf") for name in ("DiT", "SiT")}
+
+
 def test_every_architecture_that_is_read_has_a_row() -> None:
     accepted = {name for entry in translators().values() for name in entry.accepts}
     stated = {f"hf:{name}" for row in TABLE for name in names(row["Hugging Face"])}
     stated |= {f"gguf:{name}" for row in TABLE for name in names(row["GGUF"])}
-    assert accepted == stated | {"torch:nanogpt", "onnx:graph", "onnx:oazoo", "raw:any"}
+    assert accepted == stated | {"torch:nanogpt", "onnx:graph", "onnx:oazoo", "raw:any"} | FLOW
 
 
 def test_the_page_names_every_pre_tokenizer() -> None:
@@ -219,7 +223,8 @@ def test_the_page_names_every_pre_tokenizer() -> None:
 def test_files_of_tests_exist() -> None:
     for row in TABLE:
         for name in names(row["more tests"]):
-            assert (ROOT / "tests" / "translators" / name).is_file(), name
+            folder = ROOT / "tests" if "/" in name else ROOT / "tests" / "translators"
+            assert (folder / name).is_file(), name
 
 
 @pytest.mark.parametrize("model", ROWS)

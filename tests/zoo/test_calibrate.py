@@ -107,7 +107,7 @@ def test_damaged_files_are_refused(found: Statistics, tmp_path: Path) -> None:
     for tensors, facts, why in (
         ({"moments.a": np.array([1, -1], np.float32)}, good, "no mean of squares"),
         ({"moments.a": np.array([1, np.nan], np.float32)}, good, "no mean of squares"),
-        ({"moments.a": np.ones((2, 2), np.float32)}, good, "no part of statistics"),
+        ({"moments.a": np.ones((2, 2, 2), np.float32)}, good, "no part of statistics"),
         ({**ones, "covariance.a": np.ones((2, 3), np.float32)}, good, "no part of statistics"),
         ({**ones, "other": np.ones(2, np.float32)}, good, "no part of statistics"),
         (ones, {**good, "shares": {"a": "b"}}, "of b are missing"),

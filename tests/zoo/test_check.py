@@ -119,6 +119,8 @@ def mangled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             return translated
 
         bent = {name: replace(entry, translate=wrong(entry.translate)) for name, entry in known.items()}
+        monkeypatch.setattr(registry, "_reading", lambda _: None)
+        monkeypatch.setattr(registry, "_ours", lambda: bent)
         monkeypatch.setattr(registry, "translators", lambda: bent)
 
     yield apply
