@@ -177,7 +177,12 @@ def test_through_the_command_line(byte_name: str, byte_model: Path, tmp_path: Pa
     [
         ("oam_transformer_muon", None, UsageError, "2 layers of width 8; how many heads .* --heads N"),
         ("oam_transformer_muon", 3, UsageError, "must be a multiple of num_heads = 3"),
-        ("oam_bytemamba3_adam", 4, UsageError, "it is ByteMamba3: it has neither heads nor experts; leave --heads"),
+        (
+            "oam_bytemamba3_adam",
+            4,
+            UsageError,
+            "it is ByteMamba3: it has neither heads nor experts; leave --heads",
+        ),
         ("oam_conv2d_sgd", 1, FormatError, "2 tensors are not those of a Transformer"),
     ],
 )
