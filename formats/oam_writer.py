@@ -24,7 +24,7 @@ import numpy.typing as npt
 from oazoo.errors import FormatError, UsageError
 from oazoo.formats import encodings
 from oazoo.formats import oam_layout as layout
-from oazoo.formats.atomic import AtomicFile, EarlyFlush, check_output, check_space, output_error
+from oazoo.formats.atomic import AtomicFile, EarlyFlush, check_output, check_space, output_error, reserve
 from oazoo.formats.hashing import BackgroundFnv1a64, Fnv1a64, fnv1a64
 from oazoo.formats.messages import quoted
 from oazoo.formats.oam_layout import OamConfig, OamOptimizer, OamProgress
@@ -190,7 +190,7 @@ class OamWriter:
         self._output = AtomicFile(self.path, overwrite=self._overwrite)
         try:
             file = self._output.file
-            file.truncate(self.size)
+            reserve(file, self.size)
             self._flush = EarlyFlush(file)
             for offset, table in self._tables:
                 self._put(offset, table)

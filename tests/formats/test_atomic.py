@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from oazoo.errors import OutputError, UsageError
-from oazoo.formats.atomic import AtomicFile, EarlyFlush, atomic_file, check_output, write_atomically
+from oazoo.formats.atomic import AtomicFile, EarlyFlush, atomic_file, check_output, reserve, write_atomically
 from oazoo.formats.oam_layout import OamConfig
 from oazoo.formats.oam_writer import OamEntry, OamWriter
 from oazoo.formats.safetensors_writer import write_safetensors
@@ -254,3 +254,12 @@ def test_a_failure_of_an_early_flush_is_not_lost(tmp_path: Path, monkeypatch: py
     ):
         writer.write("w", np.zeros(1 << 20, np.uint8))
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_room_for_a_file(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("w+b") as file:
+        reserve(file, 3 << 20)
+        assert os.fstat(file.fileno()).st_size == 3 << 20
+        assert file.read() == bytes(3 << 20)
+        reserve(file, 0)
+        assert os.fstat(file.fileno()).st_size == 0
