@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from oazoo.errors import UsageError
 from oazoo.models.flow import FlowDenoiser
@@ -15,7 +14,7 @@ from oazoo.runtime.random import Generator
 from oazoo.runtime.sizing import measuring
 from oazoo.training.flow_data import FlowBatch
 from oazoo.training.optimizer import Optimizer
-from oazoo.training.step import TrainingStep
+from oazoo.training.stepper import CapturedStepper
 
 
 def flow_loss(
@@ -54,7 +53,7 @@ def flow_loss(
     return loss
 
 
-class FlowStepper:
+class FlowStepper(CapturedStepper):
     """Trains a flow model on :class:`~oazoo.training.flow_data.FlowBatch` objects of one shape.
 
     Args:
@@ -66,9 +65,6 @@ class FlowStepper:
         seed: of times, noise and dropped conditions.
     """
 
-    #: Losses kept until they are read.
-    capacity = 256
-
     def __init__(
         self,
         model: FlowDenoiser,
@@ -79,24 +75,20 @@ class FlowStepper:
         captured: bool = True,
         seed: int = 0,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._draws = random.seed(model.device, seed)
-        self._accumulate = accumulate
-        self.step = TrainingStep(
-            lambda *arrays: flow_loss(model, self._draws, *arrays),
+        self.model, draws = model, random.seed(model.device, seed)
+        super().__init__(
+            model,
             optimizer,
+            lambda *arrays: flow_loss(model, draws, *arrays),
+            draws,
             clip=clip,
-            accumulation=accumulate,
+            accumulate=accumulate,
             captured=captured,
-            kept=2 * self.capacity,
         )
 
     def run(self, batches: Sequence[FlowBatch]) -> None:
         """Queue one step over as many batches as were announced."""
-        if len(batches) != self._accumulate:
-            raise UsageError(f"a step of {self._accumulate} batches was given {len(batches)}")
-        if not self.model.training:
-            self.model.train()
+        self._begin(batches)
         for batch in batches:
             self.step(*batch.arrays, weight=float(batch.tokens))
 
@@ -104,32 +96,10 @@ class FlowStepper:
         """The losses of the steps since the last call; waits for the device."""
         return [(float(loss), None) for loss in self.step.losses()]
 
-    def set_lr(self, lr: float) -> None:
-        """Of the steps from now on."""
-        self.optimizer.set_lr(lr)
-
-    def set_weight_decay(self, value: float) -> None:
-        """Of the steps from now on; parameters without any keep none."""
-        for index, group in enumerate(self.optimizer.groups):
-            if group.options["weight_decay"]:
-                self.optimizer.set_options(index, weight_decay=value)
-
-    def device_seconds(self) -> float | None:
-        """Device time of the last step, asked for after :meth:`drain`; None if the device does not tell."""
-        return self.step.seconds()
-
     def measure(self, batch: FlowBatch) -> int:
         """Bytes of device memory that steps over such batches take."""
         self.model.train()
         return self.step.measure(*((a.shape, {"f": "f32", "i": "i32"}[a.dtype.kind]) for a in batch.arrays))
-
-    def state(self) -> Mapping[str, Any]:
-        """Where the stream of random numbers is; waits for the device."""
-        return {"draws": list(self._draws.position)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self._draws.seed(*(int(number) for number in state["draws"]))
 
 
 class HeldOutFlowLoss:

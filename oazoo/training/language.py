@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from oazoo.runtime import Program, Tensor, random
 from oazoo.runtime.sizing import measuring
 from oazoo.training.batches import Batch
 from oazoo.training.optimizer import Optimizer
-from oazoo.training.step import TrainingStep
+from oazoo.training.stepper import CapturedStepper
 
 
 def summed_loss(model: CausalModel, inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -34,7 +33,7 @@ def _inputs(rows: int, tokens: int) -> list[tuple[tuple[int, ...], str]]:
     return [((rows, tokens), dtype) for dtype in ("i32", "i32", "f32")]
 
 
-class LanguageStepper:
+class LanguageStepper(CapturedStepper):
     """Trains a language model on :class:`~oazoo.training.batches.Batch` objects of one shape.
 
     The loss of a step is the mean over all tokens that count in all of its batches, however they are spread over them.
@@ -48,9 +47,6 @@ class LanguageStepper:
         seed: of dropout.
     """
 
-    #: Losses kept until they are read.
-    capacity = 256
-
     def __init__(
         self,
         model: CausalModel,
@@ -61,25 +57,21 @@ class LanguageStepper:
         captured: bool = True,
         seed: int = 0,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._draws = random.seed(model.device, seed)
-        self._accumulate = accumulate
-        self.step = TrainingStep(
-            partial(summed_loss, model),
+        self.model, draws = model, random.seed(model.device, seed)
+        super().__init__(
+            model,
             optimizer,
+            partial(summed_loss, model),
+            draws,
             clip=clip,
-            accumulation=accumulate,
+            accumulate=accumulate,
             captured=captured,
-            kept=2 * self.capacity,
             norms=True,
         )
 
     def run(self, batches: Sequence[Batch]) -> None:
         """Queue one step over as many batches as were announced."""
-        if len(batches) != self._accumulate:
-            raise UsageError(f"a step of {self._accumulate} batches was given {len(batches)}")
-        if not self.model.training:
-            self.model.train()
+        self._begin(batches)
         for batch in batches:
             # A batch of which nothing counts adds nothing, and there is no mean of it.
             weights = batch.mask / np.float32(max(batch.tokens, 1))
@@ -89,32 +81,10 @@ class LanguageStepper:
         """(loss, norm of its gradient before clipping) of the steps since the last call, nats a token; waits."""
         return [(float(loss), float(norm)) for loss, norm in self.step.figures()]
 
-    def set_lr(self, lr: float) -> None:
-        """Of the steps from now on."""
-        self.optimizer.set_lr(lr)
-
-    def set_weight_decay(self, value: float) -> None:
-        """Of the steps from now on; parameters without any keep none."""
-        for index, group in enumerate(self.optimizer.groups):
-            if group.options["weight_decay"]:
-                self.optimizer.set_options(index, weight_decay=value)
-
-    def device_seconds(self) -> float | None:
-        """Device time of the last step, asked for after :meth:`drain`; None if the device does not tell."""
-        return self.step.seconds()
-
     def measure(self, rows: int, tokens: int) -> int:
         """Bytes of device memory that steps over batches of [rows, tokens] take; see :meth:`TrainingStep.measure`."""
         self.model.train()
         return self.step.measure(*_inputs(rows, tokens))
-
-    def state(self) -> Mapping[str, Any]:
-        """Where the stream of random numbers is; waits for the device."""
-        return {"draws": list(self._draws.position)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self._draws.seed(*(int(number) for number in state["draws"]))
 
 
 class HeldOutLoss:
