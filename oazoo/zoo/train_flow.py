@@ -288,6 +288,7 @@ class FlowRun:
             checkpoint_every=settings.checkpoint_every or every,
             callbacks=[*own, *callbacks],
             control=control,
+            limit=None if settings.minutes is None else 60 * settings.minutes,
         )
         if resume:
             if output is None:
@@ -342,6 +343,8 @@ def _check_settings(settings: TrainSettings, condition_dropout: float) -> None:
         raise UsageError("flow models have no dropout; leave --dropout out (conditions: --condition-dropout)")
     if settings.context is not None:
         raise UsageError("flow models have no context to choose; leave --context out")
+    if settings.dtype != "f32":
+        raise UsageError("flow models learn as f32; leave --dtype out")
 
 
 def _check_data(data: FlowData, config: FlowConfig, name: str) -> None:

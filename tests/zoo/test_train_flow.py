@@ -262,3 +262,10 @@ def test_commands(tmp_path: Path, data: Path) -> None:
     assert "--full" in oazoo_("finetune", best, "--lora", "4", "--data", str(data), "-o", f"{more}2", code=2)
     assert "flow models" in oazoo_("train", "bytelm-tiny", "--classes", "1", "-o", f"{more}2", code=2)
     assert "--data" in oazoo_("train", "flow-tiny", "-o", f"{more}2", code=2)
+
+
+def test_no_option_of_a_run_is_passed_over(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(UsageError, match="learn as f32; leave --dtype out"):
+        train_flow("flow-tiny", [data], tmp_path / "run", settings(dtype="bf16"))
+    run = train_flow("flow-tiny", [data], tmp_path / "run", settings(steps=100_000, minutes=1e-4))
+    assert 0 < run.fit().steps < 100_000
