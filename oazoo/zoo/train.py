@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,18 @@ from oazoo.training.callbacks import Callback, EarlyStopping
 from oazoo.training.checkpoints import BEST, RunFolder, checkpoints, latest_checkpoint
 from oazoo.training.control import TrainingControl
 from oazoo.training.csv_log import CsvLog
-from oazoo.training.curves import draw_curves
 from oazoo.training.data import Part, everything, load_data, split
 from oazoo.training.documents import Documents
 from oazoo.training.language import HeldOutLoss, LanguageStepper
 from oazoo.training.loop import Trainer
 from oazoo.training.lora import LoraSettings
-from oazoo.training.records import Summary
 from oazoo.training.rows import make_rows
 from oazoo.training.section import from_section, to_section
 from oazoo.zoo.adapters import write_mapped
 from oazoo.zoo.evaluate import loaded_model
 from oazoo.zoo.presets import preset
 from oazoo.zoo.progress import Progress
+from oazoo.zoo.train_folder import LOG, MAY_CHANGE, FolderRun, check_folder
 from oazoo.zoo.train_memory import RunMemory, divide, refusal
 from oazoo.zoo.train_settings import TrainSettings
 from oazoo.zoo.train_subject import Subject, imported_model, new_model
@@ -45,7 +43,6 @@ from oazoo.zoo.train_subject import Subject, imported_model, new_model
 #: Longest rows unless longer ones are asked for: attention's cost grows with their square.
 _CONTEXT = 512
 _VALIDATION_TOKENS = 1 << 15
-LOG, CURVES = "log.csv", "curves.png"
 Notify = Callable[[str], None]
 
 
@@ -73,7 +70,7 @@ class TrainPlan:
         return asdict(self)
 
 
-class Run:
+class Run(FolderRun):
     """A training run that is ready to begin or to go on: :attr:`plan` says what it will do, :meth:`fit` does it.
 
     Args:
@@ -107,7 +104,7 @@ class Run:
         say = notify or (lambda line: None)
         self.subject, self.output = subject, output
         if output is not None:
-            _check_folder(output, resume)
+            check_folder(output, resume)
         longest = subject.model.max_positions
         context = settings.context or min(longest, _CONTEXT)
         if context > longest:
@@ -202,7 +199,7 @@ class Run:
             device=model.device.info.name,
         )
         # How long the run is may change when it goes on; everything else decides what its next step is.
-        same = {k: v for k, v in settings.to_json().items() if k not in _MAY_CHANGE}
+        same = {k: v for k, v in settings.to_json().items() if k not in MAY_CHANGE}
         same["rows_of_a_step"] = size * accumulate
         self._run = {**subject.identity, "data": batches.digest, "settings": same}
         folder, log = None, list[Callback]()
@@ -247,35 +244,9 @@ class Run:
             self.trainer.restore(found.snapshot)
             say(f"going on from step {self.trainer.state.step} ({found.path.name})")
 
-    def fit(self) -> Summary:
-        """Train; what was best is in the run's folder afterwards.
-
-        Raises:
-            UsageError: another run is, or has been, in the folder.
-            OazooError: see :meth:`oazoo.training.loop.Trainer.fit`.
-        """
-        if self.output is None or self._folder is None:
-            return self.trainer.fit()
-        with self._folder.held():
-            newest = max(checkpoints(self.output), default=None)
-            if newest != self._from:
-                raise UsageError(
-                    f"{self.output}: another run has been here meanwhile; go on with it (--resume), or name another folder"
-                )
-            return self._fit(self.output)
-
-    def _fit(self, output: Path) -> Summary:
-        summary = self.trainer.fit()
-        self._from = max(checkpoints(output), default=None)
-        if self.trainer.validate is None:
-            # Without validation the last step is the best there is.
-            assert self.trainer.checkpoints is not None
-            self.trainer.checkpoints.save(self.trainer, best=True)
+    def _finish(self, output: Path) -> None:
         if self.subject.adapters is not None:
             self._write_adapter(output)
-        if summary.steps and find_spec("matplotlib") is not None:
-            draw_curves(output / LOG, output / CURVES, overwrite=True)
-        return summary
 
     def _write_adapter(self, output: Path) -> None:
         """The best corrections, or the last ones without validation, as PEFT reads them."""
@@ -295,19 +266,6 @@ class Run:
         write_mapped(pairs, subject.map, output / "adapter", subject.base or {}, lora.dropout, overwrite=True)
 
 
-#: Settings of a run that may differ when it goes on; a step may be divided into batches in another way.
-_MAY_CHANGE = (
-    "minutes",
-    "validate_every",
-    "checkpoint_every",
-    "patience",
-    "batch_size",
-    "accumulate",
-    "auto_batch",
-    "checkpointing",
-)
-
-
 def _parts(
     documents: Documents, settings: TrainSettings, others: Documents | None
 ) -> tuple[Part, Part | None]:
@@ -317,19 +275,6 @@ def _parts(
     if not settings.validation:
         return everything(documents), None
     return split(documents, settings.validation, settings.seed)
-
-
-def _check_folder(output: Path, resume: bool) -> None:
-    """Refuse to begin where something is that would be lost, and to go on where nothing is."""
-    found = checkpoints(output)
-    if resume and not found:
-        raise UsageError(
-            f"{output}: holds no checkpoint to go on from; to begin there, leave --resume out"
-            if output.is_dir()
-            else f"{output}: there is no such folder to go on in"
-        )
-    if not resume and (found or (output / BEST).exists()):
-        raise UsageError(f"{output}: holds a run already; go on with it (--resume), or name another folder")
 
 
 def _early(settings: TrainSettings) -> list[Callback]:

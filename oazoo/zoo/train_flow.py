@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from oazoo.training.callbacks import Callback, EarlyStopping
 from oazoo.training.checkpoints import ModelFile, RunFolder, checkpoints, latest_checkpoint
 from oazoo.training.control import TrainingControl
 from oazoo.training.csv_log import CsvLog
-from oazoo.training.curves import draw_curves
 from oazoo.training.flow import FlowStepper, HeldOutFlowLoss
 from oazoo.training.flow_data import (
     FlowBatch,
@@ -43,12 +41,13 @@ from oazoo.training.flow_data import (
     one_flow_pass,
 )
 from oazoo.training.loop import Trainer
-from oazoo.training.records import Summary, ValidationRecord
+from oazoo.training.records import ValidationRecord
 from oazoo.training.section import from_section, to_section
 from oazoo.zoo.files import open_file
 from oazoo.zoo.flow_presets import flow_preset
 from oazoo.zoo.flow_samples import picture_of
-from oazoo.zoo.train import _MAY_CHANGE, CURVES, LOG, TrainPlan, _check_folder
+from oazoo.zoo.train import TrainPlan
+from oazoo.zoo.train_folder import LOG, MAY_CHANGE, FolderRun, check_folder
 from oazoo.zoo.train_memory import RunMemory, divide, refusal
 from oazoo.zoo.train_settings import TrainSettings
 
@@ -154,7 +153,7 @@ class Pictures(Callback):
         write_atomically(path, content, overwrite=True)
 
 
-class FlowRun:
+class FlowRun(FolderRun):
     """A training run of a flow model that is ready to begin or to go on; see :class:`oazoo.zoo.train.Run`.
 
     Args:
@@ -186,7 +185,7 @@ class FlowRun:
         say = notify or (lambda line: None)
         self.subject, self.output = subject, output
         if output is not None:
-            _check_folder(output, resume)
+            check_folder(output, resume)
         _check_settings(settings, condition_dropout)
         model, config = subject.model, subject.config
         _check_data(data, config, subject.name)
@@ -259,7 +258,7 @@ class FlowRun:
             memory=memory,
             device=model.device.info.name,
         )
-        same = {k: v for k, v in settings.to_json().items() if k not in _MAY_CHANGE}
+        same = {k: v for k, v in settings.to_json().items() if k not in MAY_CHANGE}
         same |= {"rows_of_a_step": size * accumulate, "condition_dropout": condition_dropout}
         run = {**subject.identity, "data": batches.digest, "settings": same}
         folder, own = None, list[Callback]()
@@ -302,28 +301,6 @@ class FlowRun:
                 from_section(optimizer, found.optimizer, groups)
             self.trainer.restore(found.snapshot)
             say(f"going on from step {self.trainer.state.step} ({found.path.name})")
-
-    def fit(self) -> Summary:
-        """Train; what was best is in the run's folder afterwards.
-
-        Raises:
-            UsageError: another run is, or has been, in the folder.
-            OazooError: see :meth:`oazoo.training.loop.Trainer.fit`.
-        """
-        if self.output is None or self._folder is None:
-            return self.trainer.fit()
-        with self._folder.held():
-            if max(checkpoints(self.output), default=None) != self._from:
-                raise UsageError(
-                    f"{self.output}: another run has been here meanwhile; go on with it (--resume), or name another folder"
-                )
-            summary = self.trainer.fit()
-            self._from = max(checkpoints(self.output), default=None)
-            if self.trainer.validate is None:
-                self._folder.save(self.trainer, best=True)
-            if summary.steps and find_spec("matplotlib") is not None:
-                draw_curves(self.output / LOG, self.output / CURVES, overwrite=True)
-            return summary
 
 
 def rescaled(data: FlowData, config: FlowConfig) -> npt.NDArray[np.float32]:
