@@ -63,8 +63,8 @@ class Tensor:
         #: Whether a :class:`~oazoo.runtime.tape.GradientTape` takes gradients with respect to this tensor, and their sum.
         self.requires_grad = False
         self.grad: Tensor | None = None
-        #: The trainable scale plane of a q4 or q8 tensor (:meth:`learn_scales`): gradients of products with it go there, those
-        #: of ``linear``, ``gated`` and ``embedding``; None while it is frozen. Views have none.
+        #: The trainable scale plane of a q4 or q8 tensor (:meth:`learn_scales`): gradients of ``linear``, ``gated`` and
+        #: ``embedding`` with it go there; None while it is frozen. Views have none.
         self.scales: Tensor | None = None
 
     @classmethod
