@@ -53,7 +53,7 @@ class Tensor:
     file: the plane of codes, then the plane of float32 scales. Views made with :meth:`view` and :meth:`rows` share memory.
     """
 
-    __slots__ = ("device", "dtype", "grad", "memory", "nbytes", "offset", "requires_grad", "shape")
+    __slots__ = ("device", "dtype", "grad", "memory", "nbytes", "offset", "requires_grad", "scales", "shape")
 
     def __init__(
         self, device: Device, shape: tuple[int, ...], dtype: str, memory: Range, offset: int = 0
@@ -63,6 +63,9 @@ class Tensor:
         #: Whether a :class:`~oazoo.runtime.tape.GradientTape` takes gradients with respect to this tensor, and their sum.
         self.requires_grad = False
         self.grad: Tensor | None = None
+        #: The trainable scale plane of a q4 or q8 tensor (:meth:`learn_scales`): gradients of ``linear``, ``gated`` and
+        #: ``embedding`` with it go there; None while it is frozen. Views have none.
+        self.scales: Tensor | None = None
 
     @classmethod
     def empty(cls, device: Device, shape: Sequence[int], dtype: str = "f32") -> Self:
@@ -141,6 +144,20 @@ class Tensor:
         blocks, code_bytes = -(-self.numel // BLOCK), BLOCK_CODE_BYTES[self.dtype]
         codes = Tensor(self.device, (blocks, code_bytes // 4), "u32", self.memory, self.offset)
         return codes, Tensor(self.device, (blocks,), "f32", self.memory, self.offset + blocks * code_bytes)
+
+    def learn_scales(self) -> Tensor:
+        """Let the scales of a q4 or q8 tensor learn, its codes staying as they are: gives f32 [blocks], also in ``scales``.
+
+        It shares memory and requires a gradient: what updates it in place changes the packed values. Setting ``scales`` to
+        None freezes the tensor again.
+
+        Raises:
+            DeviceError: a dense tensor, which has no scales.
+        """
+        _, scales = self.planes()
+        scales.requires_grad = True
+        self.scales = scales
+        return scales
 
     def write(self, array: npt.ArrayLike) -> None:
         """Replace all values from the host; work queued before still sees the old ones."""

@@ -207,6 +207,10 @@ def _training() -> dict[str, KernelSpec]:
     table["tally_hits"] = KernelSpec("tally", "countHits")
     for name in ("fill", "axpy", "scale", "multiply", "swap", "sum", "columns"):
         table[name] = KernelSpec("train_rows", name)
+    for variant, entry in (("lanes", "blockLanes"), ("group", "blockGroup")):
+        for encoding, codes in (("q4", "Q4Codes"), ("q8", "Q8Codes")):
+            table[f"scale_gradient_{variant}_{encoding}"] = KernelSpec("scales", f"{entry}<{codes}>")
+    table["diverge_back"] = KernelSpec("score", "divergeBack")
     table["embedding_back"] = KernelSpec("train_rows", "embedBack")
     table["embedding_back_lanes"] = KernelSpec("train_rows", "embedBackLanes")
     table["embedding_back_few"] = KernelSpec("train_rows", "embedBackFew")

@@ -21,6 +21,7 @@ from oazoo.runtime.ops.embedding import embedding
 from oazoo.runtime.ops.linear import gated, linear
 from oazoo.runtime.ops.low_rank import LowRank, corrected_linear
 from oazoo.runtime.ops.norm import layer_norm, rms_norm
+from oazoo.runtime.ops.scales import learned
 from oazoo.runtime.tape import taping
 
 #: Rows from which correcting the weights costs less than going through corrections with every row.
@@ -145,7 +146,9 @@ def _corrections(layers: Sequence[Linear]) -> list[LowRank | None] | None:
     found: list[LowRank | None] = []
     for layer in layers:
         own = layer.adapter if layer.adapter is None else layer.adapter.low_rank()
-        whole = len(layer.weight.shards) == 1 and not any(p.requires_grad for p in layer.weight.shards)
+        whole = len(layer.weight.shards) == 1 and not any(
+            learned(p).requires_grad for p in layer.weight.shards
+        )
         if not whole or (layer.adapter is not None and own is None):
             return None
         if layer.has_bias and layer.bias.tensor.requires_grad:

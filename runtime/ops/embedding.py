@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from oazoo.runtime.ops.arithmetic import accumulate, fill
 from oazoo.runtime.ops.common import MAX_ELEMENTS, class_numbers, grid, portable_only, require, require_dense
 from oazoo.runtime.ops.norm import column_sums
+from oazoo.runtime.ops.scales import learned, learned_gradient
 from oazoo.runtime.tape import taped, taping
 from oazoo.runtime.tensor import Tensor
 
@@ -79,25 +80,28 @@ def embedding(
             bytes=is_bytes,
         )
         first += part.shape[0]
-    if not taping(*parts, positions):
+    learned_positions = None if positions is None else learned(positions)
+    if not taping(*map(learned, parts), learned_positions):
         return y
     require(len(parts) == 1, op, "a table in several parts has no gradient")
-    require(start is None or not taping(positions), op, "positions from a start on have no gradient")
+    require(start is None or not taping(learned_positions), op, "positions from a start on have no gradient")
 
     def back(dy: Tensor, want: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        of_table = table_gradient(ids, dy, parts[0].shape[0], scale) if want[0] else None
+        of_table = None
+        if want[0]:
+            of_table = learned_gradient(table_gradient(ids, dy, parts[0].shape[0], scale), parts[0])
         if positions is None or not want[1]:
             return of_table, None
         # What stands at one position adds up over the sequences; nothing stands beyond the longest.
         sums, _ = column_sums(dy.view(tokens // period, period * width))
         assert sums is not None
         if period == positions.shape[0]:
-            return of_table, sums.view(*positions.shape)
+            return of_table, learned_gradient(sums.view(*positions.shape), positions)
         of_positions = fill(Tensor.empty(dy.device, positions.shape), 0.0)
         accumulate(of_positions.rows(0, period), sums)
-        return of_table, of_positions
+        return of_table, learned_gradient(of_positions, positions)
 
-    return taped(y, (parts[0], positions), back)
+    return taped(y, (learned(parts[0]), learned_positions), back)
 
 
 def table_gradient(

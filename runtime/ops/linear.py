@@ -22,6 +22,7 @@ from oazoo.runtime.ops.elementwise import add
 from oazoo.runtime.ops.norm import column_sums, rms_norm
 from oazoo.runtime.ops.product import input_gradient, layer_gradients, weight_gradient
 from oazoo.runtime.ops.routing import Groups
+from oazoo.runtime.ops.scales import learned, learned_gradient
 from oazoo.runtime.tape import no_grad, taped, taping
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES, Tensor
 from oazoo.shaders.kernels import CODED_COLUMNS, COLUMNS, MANY_EIGHTS
@@ -134,7 +135,7 @@ def linear(
     if residual is not None:
         require_dense(residual, op, "residual", "f32", rows, outputs)
     _tell(x, norm, eps, weights)
-    if taping(x, residual, norm, *weights, *biases):
+    if taping(x, residual, norm, *map(learned, weights), *biases):
         require(out is None, op, "a product with a gradient goes into a tensor of its own")
         return _taped_linear(x, weights, biases, norm, eps, gelu, residual)
     x, norm, variant = _prepare(op, x, norm, eps, weights, variant)
@@ -189,7 +190,7 @@ def gated(
     )
     rows = _check(op, x, [gate, up], [gate_bias, up_bias])
     _tell(x, norm, eps, [gate, up])
-    if taping(x, norm, gate, up, gate_bias, up_bias):
+    if taping(x, norm, learned(gate), learned(up), gate_bias, up_bias):
         both = _taped_linear(x, [gate, up], [gate_bias, up_bias], norm, eps, False, None)
         return activate_gated(both, "gelu_tanh" if gelu else "silu")
     y = Tensor.empty(x.device, (rows, gate.shape[0]))
@@ -228,11 +229,12 @@ def _taped_linear(
         for whole, wanted in ((of_weight, want[1 : 1 + len(weights)]), (of_bias, want[1 + len(weights) :])):
             at = 0
             for w, own in zip(weights, wanted, strict=True):
-                parts.append(whole.rows(at, at + w.shape[0]) if whole is not None and own else None)
+                part = whole.rows(at, at + w.shape[0]) if whole is not None and own else None
+                parts.append(learned_gradient(part, w) if part is not None and whole is of_weight else part)
                 at += w.shape[0]
         return parts
 
-    y = taped(y, (x, *weights, *biases), back)
+    y = taped(y, (x, *map(learned, weights), *biases), back)
     if gelu:
         y = activate(y, "gelu_tanh")
     return y if residual is None else add(y, residual)

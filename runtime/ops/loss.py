@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from oazoo.runtime.ops.arithmetic import scaled, total
+from oazoo.runtime.ops.arithmetic import fill, scaled, total
 from oazoo.runtime.ops.common import class_numbers, grid, lanes, require, require_dense
+from oazoo.runtime.ops.scoring import divergence_rows, score_rows
 from oazoo.runtime.tape import no_grad, no_gradient, taped
 from oazoo.runtime.tensor import Tensor
 
@@ -73,6 +74,61 @@ def cross_entropy(
         return (dx,)
 
     return taped(loss, (logits,), back)
+
+
+def divergence(
+    p: Tensor,
+    q: Tensor,
+    *,
+    mask: Tensor | None = None,
+    count: float | None = None,
+    variant: str | None = None,
+) -> Tensor:
+    """Mean over rows of the Kullback-Leibler divergence D(P‖Q) of the rows' softmaxes, in nats: for learning from a model.
+
+    Args:
+        p: f32 [rows, classes], logits of the reference; no gradient is taken with respect to it.
+        q: f32 [rows, classes], logits of what learns.
+        mask: f32 [rows] that each row's divergence is multiplied by, or None; rows of a zero do not count, whatever is in
+            them.
+        count: what the sum is divided by; the number of rows if None. With a mask the caller says how many rows count.
+        variant: ``wave8`` or ``group32``; the device's own if None.
+
+    Returns:
+        f32 [1]. Where a row that counts is not finite it means nothing.
+    """
+    op = "divergence"
+    require_dense(p, op, "p", "f32", -1, -1)
+    rows, classes = p.shape
+    require(rows > 0 and classes > 0, op, f"logits of shape {list(p.shape)} have no rows or no classes")
+    require_dense(q, op, "q", "f32", rows, classes)
+    divisor = float(rows if count is None else count)
+    require(divisor > 0, op, f"the divergence cannot be divided by a count of {divisor:g}")
+    no_gradient("the reference of divergence", p)
+    device = q.device
+    with no_grad():
+        zeros = fill(Tensor.empty(device, (rows,)), 0.0)
+        any_class = Tensor(device, (rows,), "i32", zeros.memory, zeros.offset)
+        p_scores, q_scores = (score_rows(x, any_class, variant=variant) for x in (p, q))
+        found = divergence_rows(p, q, p_scores, q_scores, mask=mask, variant=variant)
+        result = scaled(total(found), 1 / divisor)
+
+    def back(dy: Tensor, want: object) -> tuple[Tensor]:
+        dx, groups = Tensor.empty(device, q.shape), grid(rows)
+        reads = {"p": p, "q": q, "p_score": p_scores, "q_score": q_scores, "mask": mask, "scale": dy}
+        device.kernel("diverge_back").dispatch(
+            groups,
+            reads,
+            {"dx": dx},
+            width=classes,
+            rows=rows,
+            columns=groups[0],
+            masked=int(mask is not None),
+            share=1 / divisor,
+        )
+        return (dx,)
+
+    return taped(result, (q,), back)
 
 
 def mse(x: Tensor, target: Tensor) -> Tensor:

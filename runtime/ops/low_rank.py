@@ -15,6 +15,7 @@ from oazoo.runtime.ops.common import require, require_dense
 from oazoo.runtime.ops.elementwise import dequantize
 from oazoo.runtime.ops.linear import linear
 from oazoo.runtime.ops.product import input_gradient, product, weight_gradient
+from oazoo.runtime.ops.scales import learned
 from oazoo.runtime.tape import no_grad, no_gradient, taped
 from oazoo.runtime.tensor import Tensor
 
@@ -53,7 +54,7 @@ def corrected_linear(
         op,
         "weights, biases and corrections differ in number",
     )
-    no_gradient("the weight under a correction", *weights, *biases)
+    no_gradient("the weight under a correction", *map(learned, weights), *biases)
     for w, c in zip(weights, corrections, strict=True):
         if c is not None:
             require_dense(c.a, op, "a", "f32", -1, w.shape[1])

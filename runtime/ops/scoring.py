@@ -43,7 +43,13 @@ def score_rows(logits: Tensor, targets: Tensor, *, variant: str | None = None) -
 
 
 def divergence_rows(
-    p: Tensor, q: Tensor, p_scores: Tensor, q_scores: Tensor, *, variant: str | None = None
+    p: Tensor,
+    q: Tensor,
+    p_scores: Tensor,
+    q_scores: Tensor,
+    *,
+    mask: Tensor | None = None,
+    variant: str | None = None,
 ) -> Tensor:
     """The Kullback-Leibler divergence D(P‖Q) of each row's softmax, in nats: what is lost by taking Q for P.
 
@@ -52,10 +58,11 @@ def divergence_rows(
         q: f32 [rows, width], logits of what is compared with it.
         p_scores: f32 [rows, 4] of p, from :func:`score_rows`.
         q_scores: f32 [rows, 4] of q.
+        mask: f32 [rows] that each row's divergence is multiplied by, or None; rows of a zero give 0, whatever is in them.
         variant: ``wave8`` or ``group32``; the device's own if None.
 
     Returns:
-        f32 [rows], never negative; meaningless where a row is not finite.
+        f32 [rows], never negative without a mask that is; meaningless where a row is not finite.
     """
     op = "divergence_rows"
     require_dense(p, op, "p", "f32", -1, -1)
@@ -63,15 +70,18 @@ def divergence_rows(
     require_dense(q, op, "q", "f32", rows, width)
     for name, scores in (("p_scores", p_scores), ("q_scores", q_scores)):
         require_dense(scores, op, name, "f32", rows, FIELDS)
+    if mask is not None:
+        require_dense(mask, op, "mask", "f32", rows)
     y = Tensor.empty(p.device, (rows,))
     groups = grid(rows)
     if rows:
         p.device.kernel(f"diverge_{variant or lanes(p.device)}").dispatch(
             groups,
-            {"p": p, "q": q, "p_score": p_scores, "q_score": q_scores},
+            {"p": p, "q": q, "p_score": p_scores, "q_score": q_scores, "mask": mask},
             {"y": y},
             width=width,
             rows=rows,
             columns=groups[0],
+            masked=int(mask is not None),
         )
     return y
