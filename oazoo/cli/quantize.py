@@ -75,13 +75,24 @@ from oazoo.zoo.recipes import RECIPES, short_names
     "text_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Without --stats: UTF-8 text to run the model on; '-' is standard input.  [default: a general text of ours]",
+    help="Without --stats, and for --tune: UTF-8 text to run the model on; '-' is standard input.  [default: a general text "
+    "of ours]",
 )
 @click.option(
     "--equalize",
     "equalized",
     is_flag=True,
     help="For weighted and gptq: scale columns that count more up first, and what feeds them down by as much.",
+)
+@click.option(
+    "--tune",
+    "tuned",
+    is_flag=True,
+    help="Then let scales and norms learn to predict as IN.oam does, from --text or the general one (minutes on a GPU, an "
+    "hour on a processor).",
+)
+@click.option(
+    "--passes", type=int, metavar="N", help="With --tune: how often the text is gone through.  [default: 2]"
 )
 @click.option(
     "--allow-requantize",
@@ -110,6 +121,8 @@ def command(
     stats: Path | None,
     text_file: Path | None,
     equalized: bool,
+    tuned: bool,
+    passes: int | None,
     allow_requantize: bool,
     allow_nonfinite: bool,
     dry_run: bool,
@@ -129,6 +142,8 @@ def command(
     """
     if output is None and not dry_run:
         raise click.UsageError("say where to write: -o OUT.oam (or --dry-run to see the plan)")
+    if passes is not None and not tuned:
+        raise click.UsageError("--passes is of --tune")
     if equalized and quality.report is not None:
         raise click.UsageError("--report compares weights with the original's, which --equalize has scaled")
     text = None if text_file is None else read_text(text_file, "the text to calibrate on")
@@ -148,6 +163,8 @@ def command(
                 statistics=stats,
                 text=text,
                 equalized=equalized,
+                tuned=tuned,
+                passes=passes,
                 allow_requantize=allow_requantize,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=force,
@@ -169,6 +186,12 @@ def command(
         _show_plan(report)
     if report.method and not dry_run:
         say(f"method {report.method}" + (f", recipe {report.recipe}" if report.recipe else ""))
+    if report.tuned is not None and report.tuned.passes:
+        found = report.tuned
+        say(
+            f"tuned on {found.tokens:,} tokens, {found.passes} passes: on {found.held_out:,} others the divergence from "
+            f"{source} went from {found.before:.4g} to {found.after:.4g} nats a token"
+        )
     _say_some(
         "quantised already, carried over as they are",
         [t for t in report.tensors if t.reason.startswith("already")],

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from oazoo import __version__
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 #: gptq: with error feedback, see :mod:`oazoo.zoo.error_feedback`.
 METHODS = ("absmax", "search", "weighted", "gptq")
 #: Methods that run the model over a text.
-_MEASURED = ("weighted", "gptq")
+MEASURED = ("weighted", "gptq")
 #: The key under which a file's config keeps its receipt (:mod:`oazoo.zoo.receipt`).
 RECEIPT = "receipt"
 
@@ -51,6 +50,8 @@ def quantize(
     statistics: Statistics | str | Path | None = None,
     text: str | None = None,
     equalized: bool = False,
+    tuned: bool = False,
+    passes: int | None = None,
     allow_requantize: bool = False,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
@@ -86,6 +87,9 @@ def quantize(
         text: without statistics, what to run the model on; the general text of this package if None.
         equalized: for ``weighted`` and ``gptq``: scale columns that count more up first, and what feeds them down by as much
             (:mod:`oazoo.zoo.equalize`); the model's function stays. A dense copy lies beside the output meanwhile.
+        tuned: let scales and vectors learn from the original's predictions when everything is packed
+            (:mod:`oazoo.zoo.tune`); ``text`` is then what it reads, also with statistics.
+        passes: over the text, if tuned; :data:`oazoo.zoo.tune.PASSES` if None.
         allow_requantize: pack to Q4 what is Q8 already.
         allow_nonfinite: pack NaN and infinities as 0 instead of refusing them.
         overwrite: replace an existing output.
@@ -100,18 +104,26 @@ def quantize(
         FormatError: the source is damaged, not an `.oam`, or holds non-finite values.
         DeviceError: no usable device, or out of its memory.
     """
-    if equalized and not dry_run:
-        options: dict[str, Any] = {
-            "recipe": recipe,
-            "budget": budget,
-            "keep": keep,
-            "q8": q8,
-            "method": method,
-            "text": text,
-        }
-        options |= {"allow_requantize": allow_requantize, "allow_nonfinite": allow_nonfinite}
-        options |= {"overwrite": overwrite, "progress": progress, "notify": notify, "planned": planned}
-        return _equalized(source, output, to, statistics, device, options)
+    if (equalized or tuned) and not dry_run:
+        from oazoo.zoo.quantize_more import Options, equalized_first, tuned_after
+
+        options = Options(
+            to,
+            recipe,
+            budget,
+            keep,
+            q8,
+            method,
+            allow_requantize,
+            allow_nonfinite,
+            progress,
+            notify,
+            planned,
+            device,
+        )
+        if tuned:
+            return tuned_after(source, output, options, statistics, text, equalized, passes, overwrite)
+        return equalized_first(source, output, options, statistics, text, overwrite)
     target, limit = resolve(to, recipe, budget)
     keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
     request = Request(target, keep, q8, allow_requantize)
@@ -132,7 +144,7 @@ def quantize(
             raise UsageError("say where to write: only a dry run needs no output")
         if target in DENSE or method is not None:
             check_method(target, method or "", statistics, text, bool(limit))
-        given = _read(statistics)
+        given = read_statistics(statistics)
         how = method or default_method(opened, target, given)
         check_method(target, how, given, text, bool(limit))
         if method is None and how == "weighted" and statistics is None and notify is not None and not dry_run:
@@ -142,12 +154,12 @@ def quantize(
             )
         known: Statistics | None = None
         if how == "weighted" and (limit or not dry_run):
-            known = _statistics(opened, given, text, device, progress)
+            known = statistics_of(opened, given, text, device, progress)
         feedback: ErrorFeedback | None = None
         # Without covariances to go by, what a tensor becomes depends on what those before it became.
         along = how == "gptq" and given is None
         if how == "gptq" and given is not None:
-            known = _statistics(opened, given, None, device, progress)
+            known = statistics_of(opened, given, None, device, progress)
             if not known.covariances:
                 raise UsageError(
                     "gptq needs covariances, and these statistics have none: oazoo calibrate --covariance, or leave them out"
@@ -221,44 +233,7 @@ def quantize(
         return run(report, opened, writer, allow_nonfinite, progress, device, known, packed, feedback)
 
 
-def _equalized(
-    source: str | Path,
-    output: str | Path | None,
-    to: str | None,
-    statistics: Statistics | str | Path | None,
-    device: Device | None,
-    options: Mapping[str, Any],
-) -> QuantizeReport:
-    """Quantise an equalized copy of the model."""
-    from oazoo.runtime import get_device
-    from oazoo.zoo.equalize import equalize
-
-    given = _read(statistics)
-    method = options["method"] or ("gptq" if given is not None and given.covariances else "weighted")
-    text, progress = options["text"], options["progress"]
-    if method not in _MEASURED:
-        raise UsageError(f"equalizing goes by what columns are multiplied with, which {method} does not mind")
-    if output is None:
-        raise UsageError("say where to write: only a dry run needs no output")
-    check_not_input(output, [Path(source)])
-    check_output(output, overwrite=options["overwrite"])
-    device = device or get_device()
-    with TemporaryDirectory(prefix=".equalized-", dir=Path(output).parent) as folder:
-        even = Path(folder) / Path(source).name
-        with open_file(source) as opened:
-            if not isinstance(opened, OamSource):
-                raise FormatError(f"{source} is a {opened.format} file; quantize packs .oam files")
-            known = _statistics(opened, given, text, device, progress)
-            scaled: Statistics | None = equalize(opened, known, even, device, progress)
-            size = opened.path.stat().st_size
-        # Error feedback without statistics runs the model along, and then reads the text itself.
-        along = method == "gptq" and given is None
-        more = {**options, "method": method, "text": text if along else None}
-        report = quantize(even, output, to, statistics=None if along else scaled, device=device, **more)
-    return replace(report, source=str(source), source_bytes=size)
-
-
-def _read(statistics: Statistics | str | Path | None) -> Statistics | None:
+def read_statistics(statistics: Statistics | str | Path | None) -> Statistics | None:
     """Statistics that were given, or are in the file that was."""
     if isinstance(statistics, (str, Path)):
         from oazoo.zoo.statistics import load_statistics
@@ -302,7 +277,7 @@ def check_method(
         raise UsageError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     if method == "gptq" and to != "q4":
         raise UsageError(f"gptq packs to q4; for {to} there are absmax, search and weighted")
-    if method not in _MEASURED and not measuring and (statistics is not None or text is not None):
+    if method not in MEASURED and not measuring and (statistics is not None or text is not None):
         raise UsageError(
             f"statistics and a text to gather them on are for the methods weighted and gptq, not {method}"
         )
@@ -310,7 +285,7 @@ def check_method(
         raise UsageError("give either statistics or a text to gather them on")
 
 
-def _statistics(
+def statistics_of(
     source: OamSource,
     given: Statistics | None,
     text: str | None,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from oazoo.runtime.ops.pack import Packer
     from oazoo.zoo.error_feedback import ErrorFeedback
     from oazoo.zoo.statistics import Statistics
+    from oazoo.zoo.tune import TuneReport
 
 #: The token embedding, which is also the head of models with tied embeddings.
 EMBEDDING = "embed.weight"
@@ -51,6 +52,7 @@ class QuantizeReport:
     method: str = "absmax"
     recipe: str = ""
     budget: str = ""
+    tuned: TuneReport | None = None
 
     @property
     def packed_bytes(self) -> int:
@@ -69,6 +71,7 @@ class QuantizeReport:
             **self.__dict__,
             "packed_bytes": self.packed_bytes,
             "tensors": rows,
+            "tuned": None if self.tuned is None else self.tuned.to_json(),
             "dropped": list(self.dropped),
         }
 
