@@ -25,9 +25,7 @@ Logits = npt.NDArray[np.float64]
 def log_softmax(path: Path, text: str | npt.NDArray[np.int32]) -> Logits:
     """Of the logits after each token, in float64."""
     model = oazoo.load(path)
-    ids = np.asarray(model.tokenizer.encode(text, allow_special=False) if isinstance(text, str) else text)[
-        :60
-    ]
+    ids = np.asarray(model.tokenizer.encode(text, allow_special=False) if isinstance(text, str) else text)[:30]
     logits = model.logits(ids).astype(np.float64)
     top = logits.max(-1, keepdims=True)
     result: Logits = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
