@@ -210,6 +210,41 @@ def by_rows(form: Callable[[Tensor, int, int], Tensor], x: Tensor, size: int) ->
     return total
 
 
+def loss_by_rows(form: Callable[[Tensor, int, int], Tensor], x: Tensor, size: int) -> Tensor:
+    """:func:`by_rows` for a sum that is itself the loss that the tape goes back from: nothing is computed twice.
+
+    The gradient of the sum is known to be 1, so each stretch goes back at once: gradients of what ``form`` depends on are
+    there when this returns, and that of x is kept.
+
+    Args: as :func:`by_rows`; ``form`` gives one number, f32 [1].
+
+    Returns:
+        f32 [1]; :meth:`GradientTape.backward` of it takes no seed, and nothing else may depend on it.
+    """
+    from oazoo.runtime.ops.arithmetic import accumulate
+    from oazoo.runtime.ops.elementwise import add
+
+    tape = _open.get()
+    if tape is None or not tape.wants(x):
+        return by_rows(form, x, size)
+    dx = Tensor.empty(x.device, x.shape)
+    total: Tensor | None = None
+    for start in range(0, x.shape[0], size):
+        stop = min(start + size, x.shape[0])
+        own = x.rows(start, stop)
+        own.requires_grad = True
+        with GradientTape() as inner:
+            y = form(own, start, stop)
+        inner.backward(y)
+        assert own.grad is not None
+        with no_grad():
+            accumulate(dx.rows(start, stop), own.grad, 1.0, 0.0)
+            total = y if total is None else add(total, y)
+    assert total is not None
+    tape.note(total, (x,), lambda dy, want: [dx])
+    return total
+
+
 def taped(result: Tensor, inputs: Sequence[Tensor | None], rule: Rule) -> Tensor:
     """``result``, noted on the open tape if there is one and any of ``inputs`` needs a gradient."""
     tape = _open.get()

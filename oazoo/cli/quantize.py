@@ -92,7 +92,7 @@ from oazoo.zoo.recipes import RECIPES, short_names
     "hour on a processor).",
 )
 @click.option(
-    "--passes", type=int, metavar="N", help="With --tune: how often the text is gone through.  [default: 2]"
+    "--passes", type=int, metavar="N", help="With --tune: how often the text is gone through.  [default: 1]"
 )
 @click.option(
     "--allow-requantize",

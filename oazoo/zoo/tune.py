@@ -32,7 +32,7 @@ from oazoo.nn.layers import Embedding, Linear
 from oazoo.nn.module import Parameter
 from oazoo.runtime import Device, OutOfDeviceMemoryError, Tensor, get_device
 from oazoo.runtime.ops.loss import divergence
-from oazoo.runtime.tape import by_rows
+from oazoo.runtime.tape import loss_by_rows
 from oazoo.runtime.tensor import BLOCK_CODE_BYTES
 from oazoo.training.optimizers import Adam
 from oazoo.training.schedules import WarmupCosine
@@ -45,7 +45,7 @@ from oazoo.zoo.progress import Progress
 Ids = npt.NDArray[np.int32]
 
 #: Passes over the text, and the largest change of a step: a share of a tensor's root mean square scale.
-PASSES, RATE = 2, 1e-3
+PASSES, RATE = 1, 1e-3
 #: Tokens of a sequence; a step reads one.
 CONTEXT = 512
 #: Steps until the rate is reached; for as many in a hundred, at most.
@@ -318,7 +318,7 @@ class _Tuning:
             reference = self._teacher.logits(hidden.rows(start, stop))
             return divergence(reference, self._model.head_logits(part), count=tokens)
 
-        return by_rows(some, own, size)
+        return loss_by_rows(some, own, size)
 
     def _held_out(self) -> float:
         """Mean divergence on what is not learned from."""

@@ -26,7 +26,7 @@ from oazoo.models import session as session_module
 from oazoo.nn import Adapter, Linear
 from oazoo.runtime import Tensor, get_device, random
 from oazoo.runtime.ops.loss import cross_entropy
-from oazoo.runtime.tape import GradientTape
+from oazoo.runtime.tape import GradientTape, by_rows, loss_by_rows
 
 Converted = Callable[[str], Path]
 Array = npt.NDArray[Any]
@@ -389,3 +389,24 @@ def test_a_loss_by_rows_is_that_of_all_rows(kind: type[np.integer], monkeypatch:
     for whole, by_parts in zip(*results, strict=True):
         assert whole is not None
         close(by_parts, whole.numpy(), 1e-6)
+
+
+def test_a_loss_that_goes_back_at_once_is_the_same_bit_by_bit() -> None:
+    device = get_device()
+    ids, targets = Tensor.from_numpy(device, IDS), Tensor.from_numpy(device, TARGETS.astype(np.int32))
+    results = []
+    for way in (by_rows, loss_by_rows):
+        model = initialized(CONFIGS["gemma"])
+
+        def some(part: Tensor, start: int, stop: int, model: CausalModel = model) -> Tensor:
+            return cross_entropy(model.head_logits(part), targets.rows(start, stop), count=10)
+
+        with GradientTape() as tape:
+            loss = way(some, model.sequence_hidden(ids), 4)
+        tape.backward(loss)
+        results.append([loss, *(p.tensor.grad for p in model.parameters())])
+        # Without a tape, and where the rows themselves need no gradient, it is the plain sum.
+        close(way(some, model.sequence_hidden(ids), 4), loss.numpy(), 0.0)
+    for later, at_once in zip(*results, strict=True):
+        assert later is not None and at_once is not None
+        close(at_once, later.numpy(), 0.0)
