@@ -40,14 +40,18 @@ METHODS: dict[str, str] = {
     "q4-absmax": "--recipe q4 --method absmax",
     "q4-search": "--recipe q4 --method search",
     "q4-weighted": "--recipe q4 --method weighted --stats STATS",
+    "q4-weighted-tuned": "--recipe q4 --method weighted --stats STATS --tune",
     "q4-weighted-equalized": "--recipe q4 --method weighted --stats STATS --equalize",
     "q4-gptq": "--recipe q4 --stats STATS",
+    "q4-gptq-tuned": "--recipe q4 --stats STATS --tune",
     "q4-gptq-equalized": "--recipe q4 --stats STATS --equalize",
     "q4-gptq-along": "--recipe q4 --method gptq",
     "q4-mixed-weighted": "--recipe q4-mixed --method weighted --stats STATS",
     "q4-mixed": "--recipe q4-mixed --stats STATS",
+    "q4-mixed-tuned": "--recipe q4-mixed --stats STATS --tune",
     "q4-high-weighted": "--recipe q4-high --method weighted --stats STATS",
     "q4-high": "--recipe q4-high --stats STATS",
+    "q4-high-tuned": "--recipe q4-high --stats STATS --tune",
 }
 #: Those that take longest, or lose as good as nothing, only if they are asked for.
 DEFAULT = ",".join(name for name in METHODS if name not in ("f16", "bf16", "q4-gptq-along"))
