@@ -124,6 +124,10 @@ def quantize(
         if tuned:
             return tuned_after(source, output, options, statistics, text, equalized, passes, overwrite)
         return equalized_first(source, output, options, statistics, text, overwrite)
+    if tuned:
+        from oazoo.zoo.quantize_more import packing_text
+
+        text = packing_text(to, recipe, budget, method, statistics, text)
     target, limit = resolve(to, recipe, budget)
     keep, q8 = ([p] if isinstance(p, str) else p for p in (keep, q8))
     request = Request(target, keep, q8, allow_requantize)

@@ -15,7 +15,6 @@ from oazoo.formats.oam import OamSource
 from oazoo.zoo.files import open_file
 from oazoo.zoo.progress import Progress
 from oazoo.zoo.quantize import MEASURED, quantize, read_statistics, statistics_of
-from oazoo.zoo.quantize_plan import DENSE
 from oazoo.zoo.quantize_run import QuantizeReport
 from oazoo.zoo.recipes import resolve
 
@@ -92,12 +91,7 @@ def tuned_after(
 
     passes = PASSES if passes is None else passes
     check_passes(passes)
-    target, limit = resolve(options.to, options.recipe, options.budget)
-    if target in DENSE:
-        raise UsageError(f"tuning is for what is packed; {target} has no scales")
-    # What is read twice has no statistics, and a method that reads.
-    reads = limit is not None or options.method in MEASURED or (options.method is None and target == "q4")
-    inner = text if statistics is None and reads else None
+    inner = packing_text(options.to, options.recipe, options.budget, options.method, statistics, text)
     with _between(source, output, "packed", overwrite) as (path, packed):
         report = options(source, packed, statistics=statistics, text=inner, equalized=equalized)
         found = tune(
@@ -114,6 +108,26 @@ def tuned_after(
         size = path.stat().st_size
     seconds = report.seconds + found.seconds
     return replace(report, output=str(output), output_bytes=size, tuned=found, seconds=seconds)
+
+
+def packing_text(
+    to: str | None,
+    recipe: str | None,
+    budget: str | None,
+    method: str | None,
+    statistics: object,
+    text: str | None,
+) -> str | None:
+    """The text that packing reads, of one that tuning reads: none with statistics, or a method that reads nothing.
+
+    Raises:
+        UsageError: nothing is packed to Q4, so nothing is tuned.
+    """
+    target, limit = resolve(to, recipe, budget)
+    if target != "q4":
+        raise UsageError(f"tuning is for what is packed to q4; {target} has no scales that it would move")
+    reads = limit is not None or method is None or method in MEASURED
+    return text if statistics is None and reads else None
 
 
 @contextmanager

@@ -165,8 +165,11 @@ def test_refusals(dense: Path, packed: Path, tmp_path: Path) -> None:
     for first, second, more, message in cases:
         with pytest.raises(UsageError, match=message):
             tune(first, second, out, **{"text": TEXT, **more})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="tuning is for what is packed"):
-        quantize(packed, out, "f16", tuned=True)
+    for to, dry_run in (("f16", False), ("q8", False), ("q8", True)):
+        with pytest.raises(UsageError, match="tuning is for what is packed to q4"):
+            quantize(dense, out, to, tuned=True, dry_run=dry_run)
+    # A text to tune on is none to pack by.
+    quantize(dense, None, "q4", method="search", text=TEXT, tuned=True, dry_run=True)
     out.write_bytes(b"mine")
     with pytest.raises(UsageError, match="exists"):
         tune(packed, dense, out, text=TEXT)
