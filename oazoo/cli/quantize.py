@@ -189,7 +189,7 @@ def command(
     if report.tuned is not None and report.tuned.passes:
         found = report.tuned
         say(
-            f"tuned on {found.tokens:,} tokens, {found.passes} passes: on {found.held_out:,} others the divergence from "
+            f"tuned on {found.tokens:,} tokens, {found.passes} pass{'es' * (found.passes > 1)}: on {found.held_out:,} others the divergence from "
             f"{source} went from {found.before:.4g} to {found.after:.4g} nats a token"
         )
     _say_some(
