@@ -188,9 +188,10 @@ def command(
         say(f"method {report.method}" + (f", recipe {report.recipe}" if report.recipe else ""))
     if report.tuned is not None and report.tuned.passes:
         found = report.tuned
+        often = "1 pass" if found.passes == 1 else f"{found.passes} passes"
         say(
-            f"tuned on {found.tokens:,} tokens, {found.passes} pass{'es' * (found.passes > 1)}: on {found.held_out:,} others the divergence from "
-            f"{source} went from {found.before:.4g} to {found.after:.4g} nats a token"
+            f"tuned on {found.tokens:,} tokens, {often}: on {found.held_out:,} others the divergence from {source} went "
+            f"from {found.before:.4g} to {found.after:.4g} nats a token"
         )
     _say_some(
         "quantised already, carried over as they are",
