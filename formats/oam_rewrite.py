@@ -1,16 +1,54 @@
-"""An ``.oam`` file with another Config section: everything else is copied as it lies, checksums included."""
+"""An ``.oam`` file with something changed and all else as it was: another Config section, or other values of weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from oazoo.formats import oam_layout as layout
 from oazoo.formats.atomic import AtomicFile, check_output, check_space, output_error
 from oazoo.formats.hashing import fnv1a64
 from oazoo.formats.oam import OamSource, Section
+from oazoo.formats.oam_writer import OamEntry, OamWriter
 
 _PIECE = 1 << 22
+
+
+#: A weight's new encoding, and what gives its payload in pieces.
+Change = tuple[str, Callable[[], Iterable[npt.NDArray[Any]]]]
+
+
+def write_with_weights(
+    source: OamSource,
+    path: Path | str,
+    payload: bytes,
+    changes: Mapping[str, Change],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write ``source`` under ``path`` with another architecture config and, by name, other values of some weights.
+
+    Names, shapes, order and state stay; the optimizer's state is left out, for it is about other weights.
+
+    Raises:
+        UsageError, OutputError: see :func:`oazoo.formats.atomic.check_output`.
+    """
+    entries = [
+        OamEntry(n, t.info.shape, changes[n][0] if n in changes else t.info.encoding)
+        for n, t in source.items()
+    ]
+    state = {name: t for name, t in source.state.items() if name != layout.CARRIED_ASSET}
+    entries += [OamEntry(name, t.info.shape, t.info.encoding, "state") for name, t in state.items()]
+    config = replace(source.config, payload=payload)
+    with OamWriter(path, config=config, entries=entries, overwrite=overwrite) as writer:
+        for name, tensor in source.items():
+            writer.write(name, changes[name][1]() if name in changes else tensor.pieces(_PIECE))
+        for name, tensor in state.items():
+            writer.write(name, tensor.pieces(_PIECE))
 
 
 def write_with_payload(

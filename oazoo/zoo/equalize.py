@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,7 @@ import numpy.typing as npt
 from oazoo.errors import UsageError
 from oazoo.formats import quant
 from oazoo.formats.oam import OamSource
-from oazoo.formats.oam_layout import CARRIED_ASSET
-from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.formats.oam_rewrite import Change, write_with_weights
 from oazoo.formats.source import SourceTensor
 from oazoo.runtime.ops.pack import Packer
 from oazoo.zoo.statistics import Statistics
@@ -42,7 +42,7 @@ POWERS = (0.0, 0.07, 0.14, 0.21, 0.28, 0.35)
 #: Rows of a weight that they are tried on, and how far a column may be scaled.
 _SAMPLE, _LARGEST = 256, 16.0
 _DENSE = ("f32", "f16", "bf16")
-_CHUNK, _PIECE = 4 << 20, 4 << 20
+_CHUNK = 4 << 20
 
 
 @dataclass
@@ -206,21 +206,13 @@ def _write(
     powers: Mapping[str, float],
     offset: float,
 ) -> None:
-    entries = [
-        OamEntry(name, t.info.shape, "f32" if name in scalings else t.info.encoding)
-        for name, t in source.items()
-    ]
-    state = {name: t for name, t in source.state.items() if name != CARRIED_ASSET}
-    entries += [OamEntry(name, t.info.shape, t.info.encoding, "state") for name, t in state.items()]
     note = {"source_weights": source.weights_checksum, "powers": dict(powers)}
     content = {**source.metadata, "equalized": note}
     payload = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    with OamWriter(output, config=replace(source.config, payload=payload), entries=entries) as writer:
-        for name, tensor in source.items():
-            scaled = name in scalings
-            writer.write(name, _apply(tensor, scalings[name], offset) if scaled else tensor.pieces(_PIECE))
-        for name, tensor in state.items():
-            writer.write(name, tensor.pieces(_PIECE))
+    changes: dict[str, Change] = {
+        name: ("f32", partial(_apply, source[name], scaling, offset)) for name, scaling in scalings.items()
+    }
+    write_with_weights(source, output, payload, changes)
 
 
 def _scaled(statistics: Statistics, scalings: Mapping[str, _Scaling]) -> Statistics:

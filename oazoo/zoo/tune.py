@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,8 +24,7 @@ import numpy.typing as npt
 from oazoo.errors import FormatError, UsageError
 from oazoo.formats.atomic import check_not_input, check_output
 from oazoo.formats.oam import OamSource
-from oazoo.formats.oam_layout import CARRIED_ASSET
-from oazoo.formats.oam_writer import OamEntry, OamWriter
+from oazoo.formats.oam_rewrite import Change, write_with_weights
 from oazoo.models import CausalModel
 from oazoo.models.session import check_ids
 from oazoo.nn.layers import Embedding, Linear
@@ -59,7 +58,6 @@ _HELD_OUT = 12
 _BETAS = (0.9, 0.99)
 #: Logits of both models that are held at a time.
 _LOGITS = 1 << 24
-_PIECE = 4 << 20
 #: Whose scales learn. Those of 8 bits stay: what a few steps leave in noise would be more than they lose.
 _TUNED = "q4"
 
@@ -74,7 +72,7 @@ class TuneReport:
         steps: of the optimizer.
         tokens: of the text that it learned from, and ``held_out`` those that it was measured on.
         before, after: mean divergence from the original on these, nats a token.
-            learned: scales and elements of vectors.
+        learned: scales and elements of vectors.
     """
 
     passes: int
@@ -278,13 +276,13 @@ class _Tuning:
         before = self._held_out()
         if not np.isfinite(before).all():
             raise FormatError("the packed model's predictions are not finite: it cannot be tuned")
-        kept = [tensor.numpy() for tensor in self._learning.values()]
         steps = self._passes * len(self._read)
         peak = self._rate * float(np.sqrt(max(before.mean(), 0.0)))
         schedule = WarmupCosine(peak, min(_WARMUP, int(_WARMUP_SHARE * steps)), steps)
         for done, index in enumerate(self._order()):
+            rate = schedule(done)
             for group, size in enumerate(self._sizes):
-                self._optimizer.set_lr(schedule(done) * size, group)
+                self._optimizer.set_lr(rate * size, group)
             step(self._teacher.sequences[index][None], self._teacher.hidden[index])
             loss = step.losses()
             if not np.isfinite(loss).all():
@@ -297,9 +295,6 @@ class _Tuning:
         # that nothing was lost beyond what so few tokens can tell, one standard error of the difference.
         change = after - before
         kept_it = bool(change.mean() <= change.std() / np.sqrt(change.size))
-        if not kept_it:
-            for tensor, values in zip(self._learning.values(), kept, strict=True):
-                tensor.write(values)
         return TuneReport(
             passes=self._passes if kept_it else 0,
             steps=steps,
@@ -381,24 +376,16 @@ def _write(
     overwrite: bool,
 ) -> None:
     """The packed file with other scales and vectors."""
-    vectors = {name for name in learned if source[name].info.encoding not in BLOCK_CODE_BYTES}
-    entries = [
-        OamEntry(n, t.info.shape, "f32" if n in vectors else t.info.encoding) for n, t in source.items()
-    ]
-    state = {name: t for name, t in source.state.items() if name != CARRIED_ASSET}
-    entries += [OamEntry(name, t.info.shape, t.info.encoding, "state") for name, t in state.items()]
     content: dict[str, Any] = dict(source.metadata)
     note = content.get("quantization")
     content["quantization"] = {**(note if isinstance(note, Mapping) else {}), "tuned": report.note()}
     payload = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    config = replace(source.config, payload=payload)
-    with OamWriter(output, config=config, entries=entries, overwrite=overwrite) as writer:
-        for name, tensor in source.items():
-            writer.write(name, _pieces(name, learned, vectors) if name in learned else tensor.pieces(_PIECE))
-        for name, tensor in state.items():
-            writer.write(name, tensor.pieces(_PIECE))
+    changes = {name: _change(source[name].info.encoding, parameter) for name, parameter in learned.items()}
+    write_with_weights(source, output, payload, changes, overwrite=overwrite)
 
 
-def _pieces(name: str, learned: Mapping[str, Parameter], vectors: set[str]) -> Sequence[npt.NDArray[Any]]:
-    parameter = learned[name]
-    return [parameter.values() if name in vectors else parameter.tensor.bytes()]
+def _change(encoding: str, parameter: Parameter) -> Change:
+    """A parameter as it is stored now: packed as before, or a vector of f32."""
+    if encoding in BLOCK_CODE_BYTES:
+        return encoding, lambda: [parameter.tensor.bytes()]
+    return "f32", lambda: [parameter.values()]
